@@ -1,0 +1,209 @@
+"""Every seam of the system on one page. Whoever implements a Protocol here can be swapped in without touching the loop.
+
+The way of the data: a `PromptSource` gives problems, a `RolloutEngine` samples, a `RewardFunction` grades, a `Policy`
+scores and trains, an `Algorithm` says what to train on, a `CheckpointStore` remembers, and a `Team` is the set of ranks
+that do all this together. `trainer.train` is the only place where they meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from capo_megatron.types import (
+    Grade,
+    PolicyOutputs,
+    Problem,
+    RolloutBatch,
+    Sample,
+    Signals,
+    StepReport,
+    TokenLoss,
+    TrainBatch,
+)
+
+
+class Signal(Enum):
+    """What `Policy.score` computes beyond the log-probs of the sampled tokens."""
+
+    REF_LOGPROBS = "ref_logprobs"
+    ENTROPY = "entropy"
+    TOPK = "topk"
+
+
+class Stateful(Protocol):
+    """Remembers something between steps. States hold JSON values only, so that a checkpoint never unpickles anything."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+# --- an algorithm and its parts -----------------------------------------------------------------------------------
+
+
+class AdvantageEstimator(Protocol):
+    def __call__(self, batch: RolloutBatch, signals: Signals) -> Tensor:
+        """[N, T] float32 advantages of the whole step, 0.0 off the response mask."""
+
+
+class TokenMask(Protocol):
+    def __call__(self, batch: RolloutBatch, signals: Signals) -> Tensor:
+        """[N, T] bool, True = keep. The trainer multiplies the advantages by it; the row stays in every denominator."""
+
+
+class PolicyLoss(Protocol):
+    def __call__(self, now: PolicyOutputs, mb: TrainBatch) -> TokenLoss:
+        """[n, T] unreduced loss to minimise, for any subset of rows. Runs on the last pipeline stage only."""
+
+
+class Reduction(Protocol):
+    def __call__(self, batch: RolloutBatch) -> Tensor:
+        """[N, T] float32 weights of a whole mini-batch, 0.0 off-mask and on rows that must not train.
+
+        Rows with `gradable` False always get 0.0 and count in no denominator.
+        """
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A policy-optimisation method as data: what to compute on a step's `[N, T]` tensors. Knows nothing of ranks."""
+
+    name: str
+    estimator: AdvantageEstimator
+    loss: PolicyLoss
+    reduction: Reduction
+    masks: tuple[TokenMask, ...] = ()
+    needs: frozenset[Signal] = frozenset()  # scored once by frozen weights, before the first update
+    loss_needs: frozenset[Signal] = frozenset()  # of the current policy, with gradient, inside `loss`
+    top_k: int = 0
+    keep_group: Callable[[RolloutBatch], bool] | None = None  # sees one group; False: replace it by another problem's
+    stateful: Mapping[str, Stateful] = field(default_factory=dict)  # parts with memory, by name
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: part.state_dict() for name, part in self.stateful.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, part in self.stateful.items():
+            part.load_state_dict(state[name])
+
+
+# --- where problems, responses and grades come from ---------------------------------------------------------------
+
+
+class PromptSource(Stateful, Protocol):
+    def take(self, count: int) -> list[Problem]:
+        """The next `count` problems in a seeded order that every rank agrees on; starts a new pass when one ends."""
+
+    def report(self, batch: RolloutBatch, advantages: Tensor) -> None:
+        """Hear how the groups of a step fared, e.g. to choose what comes next."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How responses are sampled. `seed` and the problem decide the tokens: not the batch, rank or layout."""
+
+    max_tokens: int
+    temperature: float = 1.0  # 0 = greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 = off
+    stop_ids: tuple[int, ...] = ()  # sampling ends after one of these, which is part of the response
+    seed: int = 0
+
+
+class RolloutEngine(Protocol):
+    version: int  # of the weights it holds, -1 before the first load
+    share: tuple[int, int]  # (index, count): this rank samples the index-th of count shares of a step's problems
+
+    def generate(self, problems: Sequence[Problem], samples: int, params: SamplingParams) -> list[list[Sample]]:
+        """For each problem its `samples` responses."""
+
+    def logprobs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float) -> list[list[float]]:
+        """The engine's own log-probs of given (prompt ids, response ids), for the proof after a refit."""
+
+    def load_weights(self, hf: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Refit: take every weight under its Hugging Face name. All or nothing: a missing tensor raises RolloutError."""
+
+    def sleep(self) -> None:
+        """Free memory before training."""
+
+    def wake(self) -> None:
+        """Be ready to take weights and generate."""
+
+
+class RewardFunction(Protocol):
+    def grade(self, problems: Sequence[Problem], responses: Sequence[str]) -> list[Grade]:
+        """One grade per (problem, response) pair. Never raises on bad text, never hangs."""
+
+    def close(self) -> None: ...
+
+
+# --- the model ------------------------------------------------------------------------------------------------------
+
+Weights = Literal["policy", "reference"]
+
+
+class Policy(Protocol):
+    version: int  # optimizer steps taken
+
+    def score(self, batch: RolloutBatch, needs: frozenset[Signal], which: Weights = "policy", top_k: int = 0) -> PolicyOutputs:
+        """Outputs for every row, on CPU, the same on every rank. Collective; no gradient."""
+
+    def train_step(self, batch: TrainBatch, loss: PolicyLoss, needs: frozenset[Signal] = frozenset(), top_k: int = 0) -> StepReport:
+        """One optimizer step on a mini-batch that every rank holds whole. Collective."""
+
+    def hf_weights(self, which: Weights = "policy") -> Iterator[tuple[str, Tensor]]:
+        """All weights under Hugging Face names, whole, one at a time, on every rank. Collective."""
+
+
+class CheckpointStore(Protocol):
+    def save(self, step: int, policy: Policy, state: Mapping[str, Any]) -> Path:
+        """Write model, optimizer and `state` (JSON values) aside, then rename; keep the last few. Collective."""
+
+    def load(self, policy: Policy, step: int | None = None) -> tuple[int, dict[str, Any]] | None:
+        """Restore the latest (or a given) checkpoint into `policy`, saved on any layout; None if there is none."""
+
+
+# --- ranks and logs ---------------------------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class Team(Protocol):
+    """The ranks of a run, seen without naming a backend."""
+
+    rank: int
+    size: int
+
+    def gather(self, item: Any) -> list[Any]:
+        """`item` of every rank, in rank order, on every rank. Collective."""
+
+    def any(self, flag: bool) -> bool:
+        """True on every rank if `flag` is True on one. Collective."""
+
+    def barrier(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Solo:
+    """A team of one."""
+
+    rank: int = 0
+    size: int = 1
+
+    def gather(self, item: Any) -> list[Any]:
+        return [item]
+
+    def any(self, flag: bool) -> bool:
+        return flag
+
+    def barrier(self) -> None:
+        return None
+
+
+class Logger(Protocol):
+    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def samples(self, step: int, batch: RolloutBatch, texts: Sequence[str]) -> None: ...
