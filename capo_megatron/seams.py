@@ -82,6 +82,8 @@ class Algorithm:
     loss_needs: frozenset[Signal] = frozenset()  # of the current policy, with gradient, inside `loss`
     top_k: int = 0
     keep_group: Callable[[RolloutBatch], bool] | None = None  # sees one group; False: replace it by another problem's
+    max_refills: int = 10  # rounds of replacement before the run stops with an error
+    reselect: Callable[[RolloutBatch, Signals], Sequence[int] | None] | None = None  # groups to sample again next step
     stateful: Mapping[str, Stateful] = field(default_factory=dict)  # parts with memory, by name
 
     def state_dict(self) -> dict[str, Any]:
@@ -99,8 +101,8 @@ class PromptSource(Stateful, Protocol):
     def take(self, count: int) -> list[Problem]:
         """The next `count` problems in a seeded order that every rank agrees on; starts a new pass when one ends."""
 
-    def report(self, batch: RolloutBatch, advantages: Tensor) -> None:
-        """Hear how the groups of a step fared, e.g. to choose what comes next."""
+    def repeat(self, problems: Sequence[Problem]) -> None:
+        """Give these (in this order, repeats allowed) before anything new. Part of the state."""
 
 
 @dataclass(frozen=True)
