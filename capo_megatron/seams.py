@@ -85,6 +85,7 @@ class Algorithm:
     max_refills: int = 10  # rounds of replacement before the run stops with an error
     reselect: Callable[[RolloutBatch, Signals], Sequence[int] | None] | None = None  # groups to sample again next step
     stateful: Mapping[str, Stateful] = field(default_factory=dict)  # parts with memory, by name
+    report: Callable[[], Mapping[str, float]] = dict  # numbers of its own worth logging after a step
 
     def state_dict(self) -> dict[str, Any]:
         return {name: part.state_dict() for name, part in self.stateful.items()}

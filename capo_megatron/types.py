@@ -106,14 +106,21 @@ class _Rowwise:
         """The same batch on `device`."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def _map(self: _Batch, function: Any) -> _Batch:
-        changed = {}
+    def trim(self: _Batch, targets: int) -> _Batch:
+        """The same batch cut to its first `targets` target columns (T); nothing but padding may lie beyond."""
+        width = {"tokens": targets + 1}
+        return self._map(lambda tensor: tensor[:, :targets] if tensor.ndim > 1 else tensor, width)
+
+    def _map(self: _Batch, function: Any, width: Mapping[str, int] | None = None) -> _Batch:
+        """Apply `function` to every tensor, except that those named in `width` are cut to that many columns."""
+        changed: dict[str, Any] = {}
         for spec in fields(self):  # type: ignore[arg-type]
             value = getattr(self, spec.name)
             if isinstance(value, Tensor):
-                changed[spec.name] = function(value)
+                cut = (width or {}).get(spec.name)
+                changed[spec.name] = function(value) if cut is None else value[:, :cut]
             elif isinstance(value, _Rowwise):
-                changed[spec.name] = value._map(function)
+                changed[spec.name] = value._map(function, width)
             elif isinstance(value, Mapping):
                 changed[spec.name] = {key: function(item) for key, item in value.items()}
         return replace(self, **changed)  # type: ignore[type-var]

@@ -1,0 +1,230 @@
+"""Checkpoints: Megatron dist-checkpoints that are whole or absent, and resume on any layout.
+
+    <output>/checkpoints/
+      step_000040/          what megatron.core.dist_checkpointing writes (model, optimizer)
+        state.json          step, model shape, layout, versions, and what trainer, prompts and algorithm remember
+        rng.safetensors     generator states of every rank
+      latest                the name of the newest complete checkpoint
+
+A checkpoint is written under a temporary name and renamed when it is complete and on disk; `latest` is replaced after
+that. So whenever the run is killed, `latest` names a complete checkpoint, and a half-written one is never mistaken for one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import random
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import megatron.core
+import numpy as np
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from capo_megatron.errors import CapoError, CheckpointError
+from capo_megatron.mcore.policy import MegatronPolicy
+from capo_megatron.seams import Team
+
+_UNFINISHED = ".unfinished"
+
+
+class DistCheckpointStore:
+    """Saves and restores a `MegatronPolicy` and the trainer's memory under `<output>/checkpoints`."""
+
+    def __init__(self, output: Path, team: Team, keep: int = 2) -> None:
+        self._root = output / "checkpoints"
+        self._team = team
+        self._keep = keep
+        self._together(self._sweep)
+
+    def steps(self) -> list[int]:
+        """Steps of all complete checkpoints, oldest first."""
+        return sorted(int(path.name.removeprefix("step_")) for path in self._complete())
+
+    def latest(self) -> int | None:
+        """The step that `load` would restore, or None."""
+        try:
+            name = (self._root / "latest").read_text().strip()
+        except FileNotFoundError:
+            return None
+        if not (self._root / name / "state.json").is_file():
+            raise CheckpointError(
+                f"{self._root / 'latest'}: names {name!r}, which is not a complete checkpoint. "
+                f"Complete ones: {self.steps() or 'none'}. Write one of their folder names into the file, or delete it."
+            )
+        return int(name.removeprefix("step_"))
+
+    # --- save ----------------------------------------------------------------------------------------------------
+
+    def save(self, step: int, policy: MegatronPolicy, state: Mapping[str, Any]) -> Path:
+        """Write a checkpoint of `step` and return its folder. Collective.
+
+        `state` holds JSON values only. Raises CheckpointError, on every rank, if it cannot be written (e.g. a full disk);
+        older checkpoints and `latest` are then untouched.
+        """
+        final = self._folder(step)
+        unfinished = final.with_name(final.name + _UNFINISHED)
+        sharded = policy.sharded_state_dict(loading=False)
+        random_states = _random_states(self._team)
+        self._together(lambda: self._prepare(unfinished, policy))
+        try:
+            strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
+            dist_checkpointing.save(sharded, str(unfinished), strategy)
+        except (OSError, CheckpointingException, RuntimeError) as error:
+            self._together(lambda: shutil.rmtree(unfinished, ignore_errors=True))
+            raise CheckpointError(f"{final}: not written: {error}. Free disk space or choose another output.") from error
+        self._together(lambda: self._finish(unfinished, final, policy.describe(), step, state, random_states))
+        return final
+
+    def _prepare(self, unfinished: Path, policy: MegatronPolicy) -> None:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        need, free = policy.checkpoint_bytes(), shutil.disk_usage(unfinished).free
+        if free < need:
+            shutil.rmtree(unfinished)
+            raise CheckpointError(
+                f"{unfinished.parent}: {free / 2**20:.0f} MiB free, a checkpoint needs {need / 2**20:.0f} MiB. "
+                "Nothing was written. Free disk space or choose another output."
+            )
+
+    def _finish(
+        self,
+        unfinished: Path,
+        final: Path,
+        model: dict[str, Any],
+        step: int,
+        state: Mapping[str, Any],
+        random_states: dict[str, torch.Tensor],
+    ) -> None:
+        save_file(random_states, unfinished / "rng.safetensors")
+        header = {"step": step, **model, "versions": _versions(), "state": state}
+        (unfinished / "state.json").write_text(json.dumps(header, indent=1))
+        _flush_to_disk(unfinished)
+        shutil.rmtree(final, ignore_errors=True)
+        unfinished.rename(final)
+        pointer = self._root / ("latest" + _UNFINISHED)
+        pointer.write_text(final.name)
+        pointer.rename(self._root / "latest")
+        _flush_to_disk(self._root, recurse=False)
+        for old in self.steps()[: -self._keep]:
+            shutil.rmtree(self._folder(old))
+
+    # --- load ----------------------------------------------------------------------------------------------------
+
+    def load(self, policy: MegatronPolicy, step: int | None = None) -> tuple[int, dict[str, Any]] | None:
+        """Restore `step` (default: the latest) into `policy`; its (step, state), or None if there is none. Collective."""
+        step = self.latest() if step is None else step
+        if step is None:
+            return None
+        folder = self._folder(step)
+        header = read_header(folder)
+        _check_same_model(folder, header, policy.describe())
+        try:
+            loaded = dist_checkpointing.load(policy.sharded_state_dict(loading=True), str(folder))
+        except (OSError, CheckpointingException, RuntimeError) as error:
+            raise CheckpointError(f"{folder}: cannot be read: {error}. Delete it to resume from an older one.") from error
+        policy.load_sharded_state_dict(loaded)
+        if header["layout"] == policy.describe()["layout"]:
+            _restore_random_states(folder, self._team)
+        return header["step"], header["state"]
+
+    # --- files ---------------------------------------------------------------------------------------------------
+
+    def _folder(self, step: int) -> Path:
+        return self._root / f"step_{step:06d}"
+
+    def _complete(self) -> list[Path]:
+        found = self._root.glob("step_*")
+        return [path for path in found if not path.name.endswith(_UNFINISHED) and (path / "state.json").is_file()]
+
+    def _sweep(self) -> None:
+        """Remove what a killed run left unfinished."""
+        self._root.mkdir(parents=True, exist_ok=True)
+        for path in self._root.glob("*" + _UNFINISHED):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def _together(self, action: Any) -> None:
+        """Rank 0 acts on files, everybody waits, and everybody learns of a failure."""
+        message = None
+        if self._team.rank == 0:
+            try:
+                action()
+            except CapoError as error:
+                message = str(error)
+            except OSError as error:
+                message = f"{error.filename or self._root}: {error.strerror}. Choose another output or mend it."
+        message = self._team.gather(message)[0]
+        if message is not None:
+            raise CheckpointError(message)
+
+
+def read_header(folder: Path) -> dict[str, Any]:
+    """The `state.json` of a checkpoint."""
+    try:
+        return json.loads((folder / "state.json").read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder}: no state.json: not a complete checkpoint of this program.") from None
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{folder / 'state.json'}: damaged ({error}). Resume from an older checkpoint.") from None
+
+
+def _check_same_model(folder: Path, header: dict[str, Any], now: dict[str, Any]) -> None:
+    for name, value in now["model"].items():
+        saved = header["model"].get(name)
+        if saved != value:
+            raise CheckpointError(
+                f"{folder}: saved for a model with {name} {saved}, this one has {value}. Nothing was loaded. "
+                "Choose another output, or the model that the checkpoint was saved for."
+            )
+
+
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version(), "torch": torch.__version__, "megatron-core": megatron.core.__version__}
+
+
+def _flush_to_disk(folder: Path, recurse: bool = True) -> None:
+    for path in [*(folder.rglob("*") if recurse else []), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _random_states(team: Team) -> dict[str, torch.Tensor]:
+    """Generator states of every rank, as tensors, so that nothing has to be unpickled."""
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    version, internal, gauss = random.getstate()
+    mine = {
+        "torch": torch.get_rng_state(),
+        "numpy": torch.from_numpy(np.concatenate([keys.astype(np.int64), [position, has_gauss]])),
+        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
+        "python": torch.tensor(internal, dtype=torch.int64),
+    }
+    if torch.cuda.is_available():
+        mine["cuda"] = torch.cuda.get_rng_state()
+    return {f"{rank}.{name}": value for rank, states in enumerate(team.gather(mine)) for name, value in states.items()}
+
+
+def _restore_random_states(folder: Path, team: Team) -> None:
+    try:
+        states = load_file(folder / "rng.safetensors")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder / 'rng.safetensors'}: cannot be read ({error}).") from None
+    mine = {name.split(".", 1)[1]: value for name, value in states.items() if name.split(".", 1)[0] == str(team.rank)}
+    torch.set_rng_state(mine["torch"])
+    numpy_state = mine["numpy"].numpy()
+    keys, (position, has_gauss) = numpy_state[:-2].astype(np.uint32), numpy_state[-2:]
+    np.random.set_state(("MT19937", keys, int(position), int(has_gauss), float(mine["numpy_gauss"][0])))
+    random.setstate((3, tuple(mine["python"].tolist()), None))
+    if "cuda" in mine and torch.cuda.is_available():
+        torch.cuda.set_rng_state(mine["cuda"])

@@ -1,0 +1,388 @@
+"""MegatronPolicy: the model, its optimizer and its frozen reference behind `seams.Policy`, on any layout.
+
+Every rank holds a step's batch whole, on CPU; what is distributed is the work. Rows go to data-parallel ranks in
+micro-batches (`microbatches.plan`), through the pipeline (Megatron's schedules), and the last stage turns hidden states into
+log-probs of the response tokens (`logprobs.target_outputs`).
+
+**The one loss scale.** `TrainBatch.weights` already hold the whole reduction, so a mini-batch's loss is a plain sum over
+rows. Megatron's schedule divides a micro-batch's loss by the number of micro-batches, and its data parallelism divides
+gradients by the number of ranks; `_loss_scale` undoes both. Hence loss and gradient do not depend on the layout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from capo_megatron.config import TrainConfig
+from capo_megatron.mcore import hf_weights, microbatches
+from capo_megatron.mcore.logprobs import target_outputs
+from capo_megatron.mcore.model import ModelShape, build_model, head_weight
+from capo_megatron.mcore.optimizer import CHECKPOINT_METADATA, Optimizer
+from capo_megatron.mcore.runtime import Runtime
+from capo_megatron.seams import PolicyLoss, Signal, Weights
+from capo_megatron.types import PolicyOutputs, RolloutBatch, StepReport, TokenLoss, TopK, TrainBatch
+
+
+class MegatronPolicy:
+    """A GPTModel in training. All methods are collective: every rank calls them with the same arguments."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        runtime: Runtime,
+        config: TrainConfig,
+        *,
+        dtype: torch.dtype,
+        total_steps: int,
+        temperature: float = 1.0,
+        distributed_optimizer: bool = True,
+    ) -> None:
+        """Build the model with unset weights; `load` comes next.
+
+        Args:
+            shape: the model.
+            runtime: ranks and layout.
+            config: optimisation.
+            dtype: of the weights; the optimizer keeps float32 copies.
+            total_steps: optimizer steps the learning-rate schedule spans.
+            temperature: sampling temperature, by which logits are divided everywhere.
+            distributed_optimizer: shard optimizer state over data-parallel ranks.
+        """
+        self.version = 0
+        self._shape, self._runtime, self._config, self._temperature = shape, runtime, config, temperature
+        self._layout = runtime.layout
+        chunks = build_model(shape, runtime.layout, dtype, config.recompute)
+        settings = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer, overlap_grad_reduce=False
+        )
+        self._chunks = [
+            DistributedDataParallel(chunk.config, settings, chunk, disable_bucketing=index > 0)
+            for index, chunk in enumerate(chunks)
+        ]
+        for chunk in self._chunks:
+            chunk.broadcast_params()
+        chunks[0].config.finalize_model_grads_func = finalize_model_grads
+        self._models = chunks
+        self._optimizer = Optimizer(self._chunks, config, total_steps, distributed_optimizer)
+        self._reference: list[Tensor] | None = None
+
+    # --- weights ---------------------------------------------------------------------------------------------------
+
+    def load(self, source: hf_weights.WeightSource) -> None:
+        """Take weights from a Hugging Face directory or any other source of named tensors."""
+        hf_weights.load_hf(self._models, self._shape, self._layout, source)
+        self._optimizer.reload()
+
+    def freeze_reference(self) -> None:
+        """Keep a copy of the present weights, on CPU, as the reference."""
+        self._reference = [_host_copy(parameter) for parameter in self._parameters()]
+
+    def hf_weights(self, which: Weights = "policy") -> Iterator[tuple[str, Tensor]]:
+        """Every weight under its Hugging Face name, whole, on every rank, one after another."""
+        with self._weights(which):
+            yield from hf_weights.stream_hf(self._models, self._shape, self._layout)
+
+    def _parameters(self) -> Iterator[torch.nn.Parameter]:
+        for model in self._models:
+            yield from model.parameters()
+
+    @contextlib.contextmanager
+    def _weights(self, which: Weights) -> Iterator[None]:
+        """The model with these weights. The policy's own come back bit for bit."""
+        if which == "policy":
+            yield
+            return
+        if self._reference is None:
+            raise RuntimeError("freeze_reference() has not been called")
+        own = [_host_copy(parameter) for parameter in self._parameters()]
+        self._set_parameters(self._reference)
+        try:
+            yield
+        finally:
+            self._set_parameters(own)
+
+    @torch.no_grad()
+    def _set_parameters(self, values: Sequence[Tensor]) -> None:
+        for parameter, value in zip(self._parameters(), values, strict=True):
+            parameter.copy_(value)
+
+    # --- score -----------------------------------------------------------------------------------------------------
+
+    def score(
+        self,
+        batch: RolloutBatch,
+        needs: frozenset[Signal] = frozenset(),
+        which: Weights = "policy",
+        top_k: int = 0,
+    ) -> PolicyOutputs:
+        """Log-probs [N, T] of the response tokens (and entropy, top-k where needed), on CPU, the same on every rank."""
+        entropy, top_k = Signal.ENTROPY in needs, top_k if Signal.TOPK in needs else 0
+        total = _empty_outputs(tuple(batch.response_mask.shape), entropy, top_k, self._runtime.device)
+
+        def collect(outputs: PolicyOutputs, mb: _MicroBatch) -> tuple[Tensor, dict[str, Any]]:
+            if mb.rows and self._layout.tp_rank == 0:  # all tensor-parallel ranks hold the same values
+                _write(total, mb.rows, outputs)
+            return outputs.logprobs.sum(), {}
+
+        with self._weights(which), torch.no_grad():
+            self._pipeline(batch, collect, entropy, top_k, forward_only=True)
+        if self._runtime.size > 1:
+            for tensor in _tensors(total):  # each row was written by exactly one rank, the others hold zeros
+                torch.distributed.all_reduce(tensor)
+        return total.to("cpu")
+
+    # --- train -----------------------------------------------------------------------------------------------------
+
+    def train_step(
+        self, batch: TrainBatch, loss: PolicyLoss, needs: frozenset[Signal] = frozenset(), top_k: int = 0
+    ) -> StepReport:
+        """One optimizer step on `sum(weights * loss)`. A non-finite loss or gradient leaves everything as it was."""
+        tally = _Tally()
+
+        def weigh(outputs: PolicyOutputs, mb: _MicroBatch) -> tuple[Tensor, dict[str, Any]]:
+            assert isinstance(mb.batch, TrainBatch)
+            token_loss = loss(outputs, mb.batch)
+            value = (mb.batch.weights * token_loss.loss).sum()
+            if mb.rows:
+                tally.add(value, token_loss, mb.batch)
+            return value * mb.loss_scale, {}
+
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        lr = self._optimizer.lr
+        entropy, top_k = Signal.ENTROPY in needs, top_k if Signal.TOPK in needs else 0
+        self._pipeline(batch, weigh, entropy, top_k, forward_only=False)
+        spokesman = self._layout.is_last_stage and self._layout.tp_rank == 0
+        total = _Tally.merge(self._runtime.gather(tally.packed() if spokesman else None))
+        if total.bad_rows:
+            return StepReport(total.loss, float("nan"), lr, f"non-finite loss: {total.bad_rows[0]}", total.means())
+        norm, moved = self._optimizer.step()
+        if not moved:
+            found = [names for names in self._runtime.gather(self._bad_gradients()) if names]
+            where = found[0][0] if found else "the norm overflowed"
+            return StepReport(total.loss, norm, lr, f"non-finite gradient: {where}", total.means())
+        self.version += 1
+        return StepReport(total.loss, norm, lr, None, total.means())
+
+    def _bad_gradients(self) -> list[str]:
+        named = (pair for model in self._models for pair in model.named_parameters())
+        return [name for name, parameter in named if not bool(torch.isfinite(parameter.main_grad).all())][:1]
+
+    # --- the pipeline ----------------------------------------------------------------------------------------------
+
+    def _pipeline(
+        self, batch: RolloutBatch | TrainBatch, finish: _Finish, entropy: bool, top_k: int, forward_only: bool
+    ) -> None:
+        """Run this rank's micro-batches through Megatron's schedule; `finish` sees each one's outputs on the last stage."""
+        mine = self._micro_batches(batch)
+
+        def forward(iterator: Iterator[_MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            mb = next(iterator)
+            hidden = chunk(input_ids=mb.tokens, position_ids=mb.positions, attention_mask=None)
+            return hidden, lambda last: finish(self._outputs(last, mb, entropy, top_k), mb)
+
+        iterators = [iter(mine) for _ in self._chunks]
+        for chunk in self._chunks:
+            chunk.train(not forward_only)
+        get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self._chunks if len(self._chunks) > 1 else self._chunks[0],
+            num_microbatches=len(mine),
+            seq_length=mine[0].tokens.shape[1],  # both are read from the tensors: variable_seq_lengths is set
+            micro_batch_size=mine[0].tokens.shape[0],
+            forward_only=forward_only,
+        )
+
+    def _micro_batches(self, batch: RolloutBatch | TrainBatch) -> list[_MicroBatch]:
+        rollouts = batch.rollouts if isinstance(batch, TrainBatch) else batch
+        layout = self._layout
+        lengths = rollouts.lengths.tolist()
+        multiple = layout.pipeline if layout.virtual > 1 else 1
+        plan = microbatches.plan(lengths, self._config.micro_batch_tokens, layout.data, multiple)[layout.dp_rank]
+        scale = float(len(plan) * layout.data)
+        build = partial(_micro_batch, batch, lengths, layout.tensor if layout.sequence else 1, scale, self._runtime.device)
+        return [build(rows) for rows in plan]
+
+    def _outputs(self, hidden: Tensor, mb: _MicroBatch, entropy: bool, top_k: int) -> PolicyOutputs:
+        """[n, T] outputs from the last stage's hidden states [n, S, H]; only response positions meet the LM head."""
+        rollouts = mb.rollouts
+        mask, targets = rollouts.response_mask, rollouts.tokens[:, 1:]
+        weight = head_weight(self._models[-1])
+        found = target_outputs(
+            hidden[:, : mask.shape[1]][mask].to(weight.dtype),
+            weight,
+            targets[mask],
+            temperature=self._temperature,
+            vocab_size=self._shape.vocab_size,
+            chunk_tokens=self._config.logprob_chunk_tokens,
+            group=self._layout.tensor_group,
+            entropy=entropy,
+            top_k=top_k,
+        )
+        spread = partial(_spread, mask=mask)
+        return PolicyOutputs(
+            logprobs=spread(found.logprobs),
+            entropy=None if found.entropy is None else spread(found.entropy),
+            topk=None if found.topk is None else TopK(spread(found.topk.ids), spread(found.topk.logprobs)),
+        )
+
+    # --- checkpoints -----------------------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, Any]:
+        """JSON values that identify the model and the layout."""
+        layout = self._layout
+        return {
+            "model": asdict(self._shape),
+            "layout": {
+                "tensor": layout.tensor,
+                "pipeline": layout.pipeline,
+                "virtual": layout.virtual,
+                "data": layout.data,
+            },
+        }
+
+    def checkpoint_bytes(self) -> int:
+        """Roughly what a checkpoint takes on disk: the weights, and three float32 numbers each for the optimizer."""
+        local = sum(parameter.numel() * (parameter.element_size() + 12) for parameter in self._parameters())
+        return local * self._layout.tensor * self._layout.pipeline
+
+    def sharded_state_dict(self, loading: bool) -> dict[str, Any]:
+        """Model and optimizer for megatron.core.dist_checkpointing."""
+        names = ["model"] if len(self._models) == 1 else [f"model{index}" for index in range(len(self._models))]
+        metadata = dict(CHECKPOINT_METADATA)
+        model = {
+            name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in zip(names, self._models, strict=True)
+        }
+        return {**model, **self._optimizer.sharded_state_dict(model, loading), "version": self.version}
+
+    def load_sharded_state_dict(self, state: Mapping[str, Any]) -> None:
+        for index, model in enumerate(self._models):
+            model.load_state_dict(state["model" if len(self._models) == 1 else f"model{index}"])
+        self._optimizer.load_state_dict(state)
+        self.version = state["version"]
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    """Rows that run together. `rows` is empty for a filler, whose single row has weight zero."""
+
+    rows: tuple[int, ...]
+    batch: RolloutBatch | TrainBatch  # these rows, trimmed to their longest
+    tokens: Tensor  # [n, S'] S' rounded up for sequence parallelism
+    positions: Tensor  # [n, S']
+    loss_scale: float
+
+    @property
+    def rollouts(self) -> RolloutBatch:
+        return self.batch.rollouts if isinstance(self.batch, TrainBatch) else self.batch
+
+
+_Finish = Callable[[PolicyOutputs, _MicroBatch], tuple[Tensor, dict[str, Any]]]
+
+
+def _micro_batch(
+    batch: RolloutBatch | TrainBatch,
+    lengths: Sequence[int],
+    multiple: int,
+    scale: float,
+    device: torch.device,
+    rows: tuple[int, ...],
+) -> _MicroBatch:
+    chosen = rows or (0,)
+    longest = max(lengths[row] for row in chosen)
+    part = batch.slice(chosen).trim(longest - 1).to(device)
+    rollouts = part.rollouts if isinstance(part, TrainBatch) else part
+    padding = -longest % multiple
+    tokens = torch.nn.functional.pad(rollouts.tokens, (0, padding))
+    positions = torch.arange(longest + padding, device=device).expand_as(tokens)
+    return _MicroBatch(rows, part, tokens, positions, scale if rows else 0.0)
+
+
+def _spread(values: Tensor, mask: Tensor) -> Tensor:
+    """[M, ...] values at the True places of mask [n, T], zeros elsewhere: [n, T, ...]. Differentiable."""
+    return values.new_zeros(*mask.shape, *values.shape[1:]).index_put((mask,), values)
+
+
+def _empty_outputs(shape: tuple[int, ...], entropy: bool, top_k: int, device: torch.device) -> PolicyOutputs:
+    zeros = partial(torch.zeros, device=device, dtype=torch.float32)
+    topk = TopK(zeros(*shape, top_k, dtype=torch.int64), zeros(*shape, top_k)) if top_k else None
+    return PolicyOutputs(zeros(shape), zeros(shape) if entropy else None, topk)
+
+
+def _tensors(outputs: PolicyOutputs) -> list[Tensor]:
+    topk = [] if outputs.topk is None else [outputs.topk.ids, outputs.topk.logprobs]
+    return [outputs.logprobs, *([] if outputs.entropy is None else [outputs.entropy]), *topk]
+
+
+def _write(total: PolicyOutputs, rows: Sequence[int], part: PolicyOutputs) -> None:
+    for whole, values in zip(_tensors(total), _tensors(part), strict=True):
+        whole[list(rows), : values.shape[1]] = values
+
+
+@torch.no_grad()
+def _host_copy(parameter: Tensor) -> Tensor:
+    """A copy in host memory, whatever device the parameter is on."""
+    return parameter.detach().to("cpu", copy=True)
+
+
+@dataclass
+class _Tally:
+    """What a rank's micro-batches add up to, for the step's report."""
+
+    loss: float = 0.0
+    tokens: int = 0
+    sums: dict[str, float] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)
+    bad_rows: list[str] = field(default_factory=list)
+
+    def add(self, value: Tensor, token_loss: TokenLoss, batch: TrainBatch) -> None:
+        """Take note of one micro-batch."""
+        mask = batch.rollouts.response_mask
+        self.loss += float(value.detach())
+        self.tokens += int(mask.sum())
+        for name, values in token_loss.metrics.items():
+            chosen = values.detach()[mask]
+            if name.endswith("_max"):
+                self.maxima[name] = max(self.maxima.get(name, -float("inf")), float(chosen.max()) if len(chosen) else 0.0)
+            else:
+                self.sums[name] = self.sums.get(name, 0.0) + float(chosen.sum())
+        if not bool(torch.isfinite(value)):
+            bad = (~torch.isfinite(batch.weights * token_loss.loss)).any(dim=1)
+            groups = batch.rollouts.group[bad].tolist()
+            self.bad_rows += [f"problem {batch.rollouts.problems[group].id}" for group in groups] or ["the sum overflowed"]
+
+    def packed(self) -> dict[str, Any]:
+        return {
+            "loss": self.loss,
+            "tokens": self.tokens,
+            "sums": self.sums,
+            "maxima": self.maxima,
+            "bad_rows": self.bad_rows,
+        }
+
+    @classmethod
+    def merge(cls, parts: Sequence[dict[str, Any] | None]) -> _Tally:
+        total = cls()
+        for part in filter(None, parts):
+            total.loss += part["loss"]
+            total.tokens += part["tokens"]
+            total.bad_rows += part["bad_rows"]
+            for name, value in part["sums"].items():
+                total.sums[name] = total.sums.get(name, 0.0) + value
+            for name, value in part["maxima"].items():
+                total.maxima[name] = max(total.maxima.get(name, value), value)
+        return total
+
+    def means(self) -> dict[str, float]:
+        return {**{name: value / max(self.tokens, 1) for name, value in self.sums.items()}, **self.maxima}
