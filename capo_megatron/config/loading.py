@@ -1,0 +1,173 @@
+"""YAML file + dotted overrides -> RunConfig, and back. Every mistake is one line that names the option."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from capo_megatron.config import options as schema
+from capo_megatron.config.dialect import emit, parse
+from capo_megatron.config.sections import RunConfig
+from capo_megatron.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+_ADAPTER = TypeAdapter(RunConfig)
+
+
+@dataclass(frozen=True)
+class _Override:
+    """`path=value` from the command line."""
+
+    path: tuple[str, ...]
+    value: Any
+
+    @property
+    def dotted(self) -> str:
+        return ".".join(self.path)
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration in a YAML file, with `key.key=value` overrides applied in order.
+
+    Values of overrides are YAML (`data.train=[a.jsonl, b.jsonl]`); a mapping sets the options it names and leaves the
+    others alone. An override of `algorithm.kind` that differs from the file's starts from that algorithm's defaults:
+    none of the file's `algorithm` options are kept, and a warning says which were dropped.
+
+    Raises ConfigError with one line per mistake.
+    """
+    tree = _read(path)
+    given = [_parse_override(text) for text in overrides]
+    tree = _apply(_switch_algorithm(tree, given, path), given)
+    return _validate(tree, given, path)
+
+
+def dump(config: RunConfig) -> str:
+    """YAML text with every option, which `load` reads back to an equal object."""
+    return emit(json.loads(json.dumps(asdict(config))))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: the config cannot be read: {error.strerror or error}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: the config is not UTF-8 text (byte {error.start}).") from error
+    tree = parse(text, str(path))
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: got {schema.show(tree)}, expected `section: options` pairs at the top level.")
+    return tree
+
+
+# --- overrides ------------------------------------------------------------------------------------------------------
+
+
+def _parse_override(text: str) -> _Override:
+    key, equals, value = text.partition("=")
+    path = tuple(key.strip().split("."))
+    if not equals or not all(path):
+        raise ConfigError(f"{text!r}: not an override. Write option=value, e.g. train.lr=1e-6. (command line)")
+    return _Override(path, _parse_value(key.strip(), value.strip()))
+
+
+def _parse_value(key: str, text: str) -> Any:
+    """YAML for numbers, flags, `[...]`, `{...}` and quoted text; any other text is taken as it stands."""
+    structured = text.startswith(("[", "{", '"', "'"))
+    try:
+        value = parse(text, "value")
+    except ConfigError as error:
+        if structured:
+            raise ConfigError(f"{key}: {str(error).partition(': ')[2]} Got {text!r}. (command line)") from error
+        return text
+    return value if structured or not isinstance(value, str | list | dict) else text
+
+
+def _switch_algorithm(tree: dict[str, Any], overrides: Sequence[_Override], path: Path) -> dict[str, Any]:
+    section = tree.get("algorithm")
+    if not isinstance(section, Mapping):
+        return tree
+    before = section.get("kind", schema.DEFAULT_ALGORITHM)
+    after = _wanted_algorithm(overrides, before)
+    if after == before:
+        return tree
+    dropped = [f"algorithm.{key}" for key in section if key != "kind"]
+    if dropped:
+        _log.warning("algorithm.kind=%s replaces %s of %s: %s not used.", after, before, path, ", ".join(dropped))
+    return {**tree, "algorithm": {"kind": after}}
+
+
+def _wanted_algorithm(overrides: Sequence[_Override], default: Any) -> Any:
+    wanted = default
+    for override in overrides:
+        if override.path == ("algorithm", "kind"):
+            wanted = override.value
+        elif override.path == ("algorithm",) and isinstance(override.value, Mapping):
+            wanted = override.value.get("kind", wanted)
+    return wanted
+
+
+def _apply(tree: dict[str, Any], overrides: Sequence[_Override]) -> dict[str, Any]:
+    tree = json.loads(json.dumps(tree))
+    for override in overrides:
+        _set(tree, override, override.path, override.value)
+    return tree
+
+
+def _set(tree: dict[str, Any], override: _Override, path: tuple[str, ...], value: Any) -> None:
+    if isinstance(value, Mapping) and schema.is_section(path):
+        for key, item in value.items():
+            _set(tree, override, (*path, key), item)
+        return
+    node = tree
+    for depth, key in enumerate(path[:-1], start=1):
+        if node.get(key) is None:
+            node[key] = {}
+        if not isinstance(node[key], dict):
+            parent = ".".join(path[:depth])
+            got = schema.show(node[key])
+            raise ConfigError(f"{override.dotted}: {parent} is {got}, which has no options. Set {parent} as a whole.")
+        node = node[key]
+    node[path[-1]] = value
+
+
+# --- validation -----------------------------------------------------------------------------------------------------
+
+
+def _validate(tree: dict[str, Any], overrides: Sequence[_Override], path: Path) -> RunConfig:
+    kind = _algorithm_kind(tree, overrides, path)
+    if isinstance(tree.get("algorithm"), dict):
+        tree = {**tree, "algorithm": {"kind": kind, **tree["algorithm"]}}
+    try:
+        return _ADAPTER.validate_json(json.dumps(tree), strict=True)
+    except ValidationError as error:
+        lines = schema.explain(error.errors(include_url=False), kind)
+        raise ConfigError("\n".join(f"{line} ({_origin(at, overrides, path)})" for at, line in lines)) from error
+
+
+def _algorithm_kind(tree: Mapping[str, Any], overrides: Sequence[_Override], path: Path) -> str:
+    section = tree.get("algorithm", {})
+    if isinstance(section, str):
+        raise ConfigError(f"algorithm: got {section!r}, expected a section of options. Write algorithm.kind={section}.")
+    kind = section.get("kind", schema.DEFAULT_ALGORITHM) if isinstance(section, Mapping) else schema.DEFAULT_ALGORITHM
+    if kind not in schema.ALGORITHM_SECTIONS:
+        guess = schema.did_you_mean(str(kind), schema.ALGORITHM_SECTIONS)
+        known = ", ".join(schema.ALGORITHM_SECTIONS)
+        origin = _origin("algorithm.kind", overrides, path)
+        raise ConfigError(f"algorithm.kind: no such algorithm {schema.show(kind)}.{guess} Known: {known}. ({origin})")
+    return str(kind)
+
+
+def _origin(dotted: str, overrides: Sequence[_Override], path: Path) -> str:
+    dotted = dotted.partition("[")[0]
+    for override in overrides:
+        if f"{dotted}.".startswith(f"{override.dotted}.") or f"{override.dotted}.".startswith(f"{dotted}."):
+            return "command line"
+    return str(path)

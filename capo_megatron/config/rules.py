@@ -1,0 +1,175 @@
+"""Rules that span sections of a RunConfig, and the arithmetic of its batches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from capo_megatron.config.sections import ModelConfig, RunConfig
+
+_REWARDS = ("math_verify", "exact", "reasoning_gym", "task")
+
+
+def mistakes(config: RunConfig, world_size: int) -> Iterator[str]:
+    """One line for every rule that `config` breaks when `world_size` ranks run it."""
+    yield from _model(config)
+    yield from _layout(config, world_size)
+    yield from _data(config)
+    yield from _batches(config, world_size)
+    yield from _sampling(config)
+    yield from _schedule(config)
+
+
+def _model(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if model.path is None and model.shape is None:
+        yield "model: neither path nor shape is given. Set model.path to a Hugging Face folder, or model.shape."
+    if model.path is not None and model.shape is not None:
+        yield f"model: both path ({model.path}) and shape are given. Keep one; a path brings its own shape."
+    if model.path is None and model.tokenizer is None and config.data.train:
+        yield "model.tokenizer: missing. Problem files need a tokenizer, and model.shape brings none."
+
+
+def _layout(config: RunConfig, world_size: int) -> Iterator[str]:
+    parallel = config.parallel
+    block = parallel.tensor * parallel.pipeline
+    if world_size % block:
+        yield (
+            f"parallel.tensor={parallel.tensor} x parallel.pipeline={parallel.pipeline} takes a multiple of {block} "
+            f"ranks, got {world_size}. Start {block * max(1, round(world_size / block))} ranks, or change the layout."
+        )
+    if parallel.virtual > 1 and parallel.pipeline == 1:
+        yield f"parallel.virtual={parallel.virtual} needs parallel.pipeline > 1, got 1. Use parallel.virtual=1."
+    if parallel.sequence and parallel.tensor == 1:
+        yield "parallel.sequence=true needs parallel.tensor > 1, got 1. Use parallel.sequence=false."
+
+
+def _data(config: RunConfig) -> Iterator[str]:
+    data = config.data
+    if data.task is None and not data.train:
+        yield "data: neither task nor train is given. Set data.train to problem files, or data.task to a task's name."
+    if data.task is not None and data.train:
+        yield f"data: both task ({data.task}) and train ({', '.join(data.train)}) are given. Keep one."
+    if data.task_options and data.task is None:
+        yield f"data.task_options: got {data.task_options}, but there is no data.task that could use them."
+    if data.validation and data.validation_size:
+        yield f"data.validation_size={data.validation_size}: data.validation already names files. Keep one of the two."
+    if config.eval.every and not data.validation and not data.validation_size:
+        yield (
+            f"eval.every={config.eval.every}: there are no validation problems. Set data.validation_size (240 in the "
+            "paper) or data.validation, or eval.every=0."
+        )
+    if config.reward.kind not in _REWARDS and ":" not in config.reward.kind:
+        yield f"reward.kind: got {config.reward.kind!r}, expected {', '.join(_REWARDS)}, or package.module:function."
+    if config.reward.kind == "task" and data.task is None:
+        yield "reward.kind=task: needs a data.task to score for, got none. Use math_verify or exact with problem files."
+    if config.reward.kind == "reasoning_gym" and not (data.task or "").startswith("reasoning_gym/"):
+        yield f"reward.kind=reasoning_gym: needs data.task=reasoning_gym/<name>, got {data.task or 'no task'}."
+    if config.warmup is not None and data.task is None:
+        yield "warmup: needs a data.task, whose demonstrations it learns, got none. Remove the warmup section."
+
+
+def _batches(config: RunConfig, world_size: int) -> Iterator[str]:
+    rollout, train = config.rollout, config.train
+    if rollout.samples < 2:
+        yield (
+            f"rollout.samples={rollout.samples}: {config.algorithm.kind} compares the responses to one problem with "
+            "each other. Use 2 or more."
+        )
+    if rollout.prompts % train.minibatches:
+        near = max(1, round(rollout.prompts / train.minibatches)) * train.minibatches
+        yield (
+            f"rollout.prompts={rollout.prompts} does not divide into train.minibatches={train.minibatches} equal "
+            f"mini-batches of whole groups. Use rollout.prompts={near}, or another train.minibatches."
+        )
+    rows, replicas = rollout.prompts * rollout.samples // train.minibatches, _replicas(config, world_size)
+    if rows < replicas:
+        yield (
+            f"train.minibatches={train.minibatches}: rollout.prompts={rollout.prompts} x rollout.samples={rollout.samples} "
+            f"leave {rows} responses to a mini-batch, too few for {replicas} data-parallel ranks. Use fewer mini-batches."
+        )
+    longest = config.data.max_prompt_tokens + rollout.max_tokens
+    if longest > train.micro_batch_tokens:
+        yield (
+            f"train.micro_batch_tokens={train.micro_batch_tokens} cannot hold one sequence of up to {longest} tokens "
+            f"(data.max_prompt_tokens={config.data.max_prompt_tokens} + rollout.max_tokens={rollout.max_tokens}). "
+            f"Use {longest} or more."
+        )
+
+
+def _sampling(config: RunConfig) -> Iterator[str]:
+    rollout = config.rollout
+    if (rollout.top_p < 1 or rollout.top_k > 0) and not rollout.accept_truncated_sampling:
+        yield (
+            f"rollout.top_p={rollout.top_p:g}, rollout.top_k={rollout.top_k}: tokens would be sampled from a truncated "
+            "distribution while the log-probs that are trained on are of the whole one, which biases every ratio. Use "
+            "top_p=1 and top_k=0, or say rollout.accept_truncated_sampling=true."
+        )
+    if config.eval.temperature == 0 and config.eval.samples > 1:
+        yield f"eval.temperature=0 gives eval.samples={config.eval.samples} equal responses per problem. Use samples=1."
+    positions = _positions(config.model)
+    longest = config.data.max_prompt_tokens + rollout.max_tokens
+    if positions is not None and longest > positions:
+        yield (
+            f"data.max_prompt_tokens={config.data.max_prompt_tokens} + rollout.max_tokens={rollout.max_tokens} = "
+            f"{longest} tokens exceed the model's {positions} positions. Lower them, or set model.max_position_embeddings."
+        )
+
+
+def _positions(model: ModelConfig) -> int | None:
+    """Positions the model was made for; None where only reading the weights could tell, which is not done here."""
+    if model.max_position_embeddings is not None:
+        return model.max_position_embeddings
+    if model.shape is not None:
+        return model.shape.max_position_embeddings
+    try:
+        described = json.loads((Path(model.path or "") / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # whoever loads the model says what is wrong with it
+        return None
+    positions = described.get("max_position_embeddings") if isinstance(described, dict) else None
+    return positions if isinstance(positions, int) else None
+
+
+def _schedule(config: RunConfig) -> Iterator[str]:
+    train, warmup = config.train, config.warmup
+    if train.min_lr > train.lr:
+        yield f"train.min_lr={train.min_lr:g} is above train.lr={train.lr:g}. Lower it."
+    total = train.steps * train.minibatches * train.epochs
+    decay, origin = (train.lr_decay_steps, "train.lr_decay_steps") if train.lr_decay_steps else (total, "the whole run")
+    if train.lr_warmup_steps >= decay:
+        yield f"train.lr_warmup_steps={train.lr_warmup_steps} must be below the {decay} optimizer steps of {origin}."
+    if warmup is not None and warmup.min_lr > warmup.lr:
+        yield f"warmup.min_lr={warmup.min_lr:g} is above warmup.lr={warmup.lr:g}. Lower it."
+    if warmup is not None and warmup.lr_warmup_steps >= warmup.steps:
+        yield f"warmup.lr_warmup_steps={warmup.lr_warmup_steps} must be below warmup.steps={warmup.steps}."
+
+
+# --- arithmetic -----------------------------------------------------------------------------------------------------
+
+
+def _replicas(config: RunConfig, world_size: int) -> int:
+    return max(1, world_size // (config.parallel.tensor * config.parallel.pipeline))
+
+
+def describe_batch(config: RunConfig, world_size: int) -> list[str]:
+    """What one step does, in numbers, as lines for a person. Assumes that `check` has passed."""
+    rollout, train, parallel = config.rollout, config.train, config.parallel
+    replicas, responses = _replicas(config, world_size), rollout.prompts * rollout.samples
+    longest = config.data.max_prompt_tokens + rollout.max_tokens
+    rows = responses // train.minibatches
+    share, fitting = -(-rows // replicas), max(1, train.micro_batch_tokens // longest)
+    updates = train.minibatches * train.epochs
+    return [
+        f"layout        {world_size} ranks = tensor {parallel.tensor} x pipeline {parallel.pipeline} x data {replicas}",
+        f"rollout       {rollout.prompts} prompts x {rollout.samples} samples = {responses:,} responses per step, "
+        f"at most {rollout.max_tokens:,} tokens each",
+        f"updates       {train.minibatches} mini-batches x {train.epochs} epochs = {updates} optimizer steps "
+        f"per rollout, {updates * train.steps:,} in {train.steps:,} steps",
+        f"mini-batch    {rows:,} sequences, at most {rows * longest:,} tokens",
+        f"data rank     {share:,} sequences of a mini-batch, at most {share * longest:,} tokens",
+        f"micro-batch   at most {train.micro_batch_tokens:,} tokens: {fitting} or more sequences, "
+        f"at most {-(-share // fitting)} micro-batches per data rank",
+    ]

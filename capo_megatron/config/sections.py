@@ -1,0 +1,210 @@
+"""The sections of a run's configuration. A default is written here and nowhere else.
+
+Types carry their ranges (`Count` is an integer above zero), which `capo_megatron.config.load` enforces and prints.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic import ConfigDict
+
+from capo_megatron.algorithms import AlgorithmConfig, CapoConfig
+from capo_megatron.config.rules import mistakes
+from capo_megatron.errors import ConfigError
+
+Count = Annotated[int, Gt(0)]
+Whole = Annotated[int, Ge(0)]
+Positive = Annotated[float, Gt(0)]
+NonNegative = Annotated[float, Ge(0)]
+Beta = Annotated[float, Ge(0), Lt(1)]
+Name = Annotated[str, MinLen(1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapeConfig:
+    """A Qwen2-shaped decoder described here instead of by a config.json. Names follow Hugging Face's Qwen2Config."""
+
+    vocab_size: Count
+    hidden_size: Count
+    num_hidden_layers: Count
+    num_attention_heads: Count
+    num_key_value_heads: Count
+    intermediate_size: Count
+    max_position_embeddings: Count = 4096
+    rope_theta: Positive = 10_000.0
+    rms_norm_eps: Positive = 1e-6
+    tie_word_embeddings: bool = True
+    initializer_range: Positive = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The model to train: a Hugging Face directory, or a shape with seeded random weights."""
+
+    path: Name | None = None  # directory with config.json, *.safetensors and tokenizer files
+    shape: ShapeConfig | None = None
+    tokenizer: Name | None = None  # directory; default: model.path, or the task's own tokenizer
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    reference: Name | None = None  # directory of the frozen reference model; default: the model as training starts
+    max_position_embeddings: Count | None = None  # explicit override, written to exports
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the model is laid out. Data parallelism takes the ranks that are left."""
+
+    tensor: Count = 1
+    pipeline: Count = 1
+    virtual: Count = 1  # virtual pipeline stages per rank; > 1 needs pipeline > 1
+    sequence: bool = False  # sequence parallelism; needs tensor > 1
+    distributed_optimizer: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where problems come from and how they become prompts."""
+
+    train: tuple[Name, ...] = ()  # jsonl / parquet files
+    validation: tuple[Name, ...] = ()  # files; if empty, validation_size problems are split off the training ones
+    validation_size: Whole = 0
+    task: Name | None = None  # a procedural task instead of files: "chain", "one_digit", or "reasoning_gym/<name>"
+    task_size: Count = 4000  # problems generated for training
+    task_options: dict[str, float | int | str | bool | list[int] | list[str] | list[float]] = field(
+        default_factory=dict
+    )
+    prompt_column: Name = "problem"
+    answer_column: Name = "answer"
+    id_column: Name | None = None
+    template: Name = "qwen25-math"  # qwen25-math | chat | plain | a file with a Jinja template
+    system_prompt: str | None = None  # default: the template's own
+    max_prompt_tokens: Count = 1050  # longer prompts are dropped and counted
+    dedupe: bool = True
+    shuffle: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """How a step's responses are sampled."""
+
+    engine: Literal["transformers"] = "transformers"
+    prompts: Count = 128  # problems per step
+    samples: Count = 8  # responses per problem (G)
+    max_tokens: Count = 3046
+    temperature: Positive = 1.0
+    top_p: Annotated[float, Gt(0), Le(1)] = 1.0
+    top_k: Whole = 0  # 0 = off
+    accept_truncated_sampling: bool = False  # allow top_p < 1 or top_k > 0 although trained log-probs are of all tokens
+    stop: tuple[Name, ...] = ()  # single-token strings besides the tokenizer's end-of-sequence
+    batch_size: Count = 256  # responses decoded together on a rank
+    probe_rows: Whole = 4  # responses on which engine and policy are compared after every refit; 0 = off
+    probe_tolerance: Positive = 0.02  # largest median |exp(gap) - 1| between engine and policy before the run stops
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """Who grades, and within what limits."""
+
+    kind: Name = "math_verify"  # math_verify | exact | reasoning_gym | task | package.module:function
+    workers: Count = 2  # grading processes per rank (math_verify and user functions)
+    timeout_s: Positive = 10.0  # wall-clock of one grading, from when a worker starts on it
+    memory_mib: Annotated[int, Ge(256)] = 2048  # address space of a worker
+    max_answer_chars: Count = 2000  # longer extracted answers are wrong without being parsed
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Optimisation. One step = one rollout; it makes minibatches x epochs optimizer steps."""
+
+    steps: Count = 600
+    minibatches: Count = 2  # per rollout
+    epochs: Count = 1  # passes over a rollout
+    micro_batch_tokens: Count = 16_384  # padded tokens of a micro-batch, at most
+    lr: Positive = 1e-6
+    min_lr: NonNegative = 0.0
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    lr_warmup_steps: Whole = 0  # optimizer steps
+    lr_decay_steps: Count | None = None  # optimizer steps; default: all of the run
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
+    eps: Positive = 1e-8
+    weight_decay: NonNegative = 0.0
+    clip_grad: NonNegative = 1.0  # global norm; 0 = off
+    recompute: Literal["none", "selective", "full"] = "none"
+    logprob_chunk_tokens: Count = 512  # tokens whose logits exist at one time
+    max_skipped: Count = 5  # optimizer steps skipped in a row for a non-finite loss or gradient before the run stops
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When to save. A run resumes from the newest checkpoint of its output folder by itself."""
+
+    every: Whole = 20  # steps; 0 = only at the end and on SIGTERM
+    keep: Count = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Validation during training, and the defaults of `eval`."""
+
+    every: Whole = 20  # steps; 0 = off
+    samples: Count = 16  # per problem
+    temperature: NonNegative = 1.0  # 0 = greedy
+    at_start: bool = True  # validate before the first step, too
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """How a run is watched, besides metrics.jsonl, which is always written."""
+
+    console: Literal["auto", "live", "plain", "off"] = (
+        "auto"  # auto: a live display on a terminal, plain lines elsewhere
+    )
+    samples: Whole = 16  # responses written to samples/ per step
+    tensorboard: bool = False
+    wandb: Name | None = None  # project name
+    wandb_run: Name | None = None  # run name; default: the name of the output folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmupConfig:
+    """Supervised training of a base model on a task's own demonstrations, before reinforcement learning."""
+
+    steps: Count = 1800
+    batch: Count = 128
+    lr: Positive = 2e-3
+    min_lr: NonNegative = 2e-4
+    lr_warmup_steps: Whole = 50
+    betas: tuple[Beta, Beta] = (0.9, 0.98)
+    weight_decay: NonNegative = 0.01
+    path: Name = (
+        "base"  # Hugging Face directory to write (relative to `output`'s parent); reused if it is already there
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything a run can be told. Library code receives its own section, never this whole."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    output: Name  # folder of checkpoints, metrics, samples; a run that finds its own checkpoints there resumes
+    model: ModelConfig
+    seed: Whole = 0
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = field(default_factory=CapoConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    warmup: WarmupConfig | None = None
+
+    def check(self, world_size: int) -> None:
+        """Raise ConfigError if sections contradict each other or `world_size` ranks cannot be laid out so."""
+        found = list(mistakes(self, world_size))
+        if found:
+            raise ConfigError("\n".join(found))
