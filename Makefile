@@ -1,0 +1,51 @@
+# The first two commands of the README. Each makes .venv if it is missing.
+PYTHON ?= python3
+PYTHON312 ?= $(shell for p in python3.12 $(HOME)/.pyenv/versions/3.12*/bin/python; do \
+	"$$p" -c 'import sys; assert sys.version_info[:2] == (3, 12)' 2>/dev/null && echo "$$p" && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+LATEST := .venv-latest
+# Several processes share the cores: one thread each, and no spinning while they wait for each other.
+export OMP_NUM_THREADS ?= 1
+export OMP_WAIT_POLICY ?= passive
+export TOKENIZERS_PARALLELISM ?= false
+
+.PHONY: quickstart test test-latest lint format clean
+
+quickstart: $(VENV)/.installed
+	$(BIN)/python examples/quickstart.py
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gpu" tests
+
+# The parallel tests on Python 3.12 with the Megatron-core release that GPU images carry.
+test-latest: $(LATEST)/.installed
+	$(LATEST)/bin/python -m pytest -m "parallel and not gpu" tests/parallel
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+format: $(VENV)/.installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# torch first and exactly: what comes later must not choose another build of it.
+$(VENV)/.installed: pyproject.toml .constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet --constraint .constraints.txt --editable '.[dev]'
+	touch $@
+
+$(LATEST)/.installed: pyproject.toml .constraints.txt
+	@test -n "$(PYTHON312)" || { echo "test-latest: no Python 3.12 found. Install one, or name it: make test-latest PYTHON312=..."; exit 1; }
+	test -x $(LATEST)/bin/python || $(PYTHON312) -m venv $(LATEST)
+	$(LATEST)/bin/python -m pip install --quiet torch==2.13.0
+	$(LATEST)/bin/python -m pip install --quiet --constraint .constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) $(LATEST) runs build dist *.egg-info
