@@ -44,7 +44,6 @@ def emit(tree: Any) -> str:
 class _Loader(yaml.SafeLoader):
     """Knows no tags beyond plain mappings, lists and scalars, and refuses a repeated key."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
     yaml_constructors: ClassVar[dict[Any, Any]] = {}
 
     def mapping(self, node: yaml.MappingNode) -> dict[str, Any]:
@@ -74,13 +73,16 @@ class _Loader(yaml.SafeLoader):
 class _Dumper(yaml.SafeDumper):
     """Quotes what `_Loader` would otherwise read as something else."""
 
-    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
-
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def text(self, data: str) -> yaml.ScalarNode:
+        unusual_break = any(char in data for char in "\r\x85\u2028\u2029")  # PyYAML loses these unless escaped
+        return self.represent_scalar(_TAG + "str", data, style='"' if unusual_break else None)
+
 
 for _class in (_Loader, _Dumper):
+    _class.yaml_implicit_resolvers = {}
     for _name, _pattern, _starts in _SCALARS:
         _class.add_implicit_resolver(_TAG + _name, re.compile(rf"(?:{_pattern})\Z"), _starts)
 
@@ -95,3 +97,4 @@ for _name, _constructor in (
 ):
     _Loader.add_constructor(_TAG + _name, _constructor)
 _Loader.add_constructor(None, _Loader.unknown)
+_Dumper.add_representer(str, _Dumper.text)

@@ -157,12 +157,12 @@ def _algorithm_kind(tree: Mapping[str, Any], overrides: Sequence[_Override], pat
     if isinstance(section, str):
         raise ConfigError(f"algorithm: got {section!r}, expected a section of options. Write algorithm.kind={section}.")
     kind = section.get("kind", schema.DEFAULT_ALGORITHM) if isinstance(section, Mapping) else schema.DEFAULT_ALGORITHM
-    if kind not in schema.ALGORITHM_SECTIONS:
+    if not isinstance(kind, str) or kind not in schema.ALGORITHM_SECTIONS:
         guess = schema.did_you_mean(str(kind), schema.ALGORITHM_SECTIONS)
         known = ", ".join(schema.ALGORITHM_SECTIONS)
         origin = _origin("algorithm.kind", overrides, path)
         raise ConfigError(f"algorithm.kind: no such algorithm {schema.show(kind)}.{guess} Known: {known}. ({origin})")
-    return str(kind)
+    return kind
 
 
 def _origin(dotted: str, overrides: Sequence[_Override], path: Path) -> str:

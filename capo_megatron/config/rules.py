@@ -29,7 +29,7 @@ def _model(config: RunConfig) -> Iterator[str]:
         yield "model: neither path nor shape is given. Set model.path to a Hugging Face folder, or model.shape."
     if model.path is not None and model.shape is not None:
         yield f"model: both path ({model.path}) and shape are given. Keep one; a path brings its own shape."
-    if model.path is None and model.tokenizer is None and config.data.train:
+    if model.shape is not None and model.path is None and model.tokenizer is None and config.data.train:
         yield "model.tokenizer: missing. Problem files need a tokenizer, and model.shape brings none."
 
 
@@ -88,8 +88,9 @@ def _batches(config: RunConfig, world_size: int) -> Iterator[str]:
     rows, replicas = rollout.prompts * rollout.samples // train.minibatches, _replicas(config, world_size)
     if rows < replicas:
         yield (
-            f"train.minibatches={train.minibatches}: rollout.prompts={rollout.prompts} x rollout.samples={rollout.samples} "
-            f"leave {rows} responses to a mini-batch, too few for {replicas} data-parallel ranks. Use fewer mini-batches."
+            f"train.minibatches={train.minibatches} leaves {rows} responses to a mini-batch (rollout.prompts="
+            f"{rollout.prompts} x rollout.samples={rollout.samples}), too few for {replicas} data-parallel ranks. "
+            "Use fewer mini-batches."
         )
     longest = config.data.max_prompt_tokens + rollout.max_tokens
     if longest > train.micro_batch_tokens:
@@ -115,7 +116,8 @@ def _sampling(config: RunConfig) -> Iterator[str]:
     if positions is not None and longest > positions:
         yield (
             f"data.max_prompt_tokens={config.data.max_prompt_tokens} + rollout.max_tokens={rollout.max_tokens} = "
-            f"{longest} tokens exceed the model's {positions} positions. Lower them, or set model.max_position_embeddings."
+            f"{longest} tokens exceed the model's {positions} positions. Lower them, or set "
+            "model.max_position_embeddings."
         )
 
 

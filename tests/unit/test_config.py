@@ -1,0 +1,381 @@
+"""The configuration: what is refused and how it is said, what the rules are, and that it survives being written down."""
+
+import logging
+import math
+import subprocess
+import sys
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Annotated, get_args, get_origin, get_type_hints
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from capo_megatron.config import RunConfig, describe_batch, dump, load, loading, options, sections
+from capo_megatron.config.dialect import emit, parse
+from capo_megatron.errors import ConfigError
+
+MINIMAL = """
+output: runs/test
+model: {path: model}
+data: {train: [train.jsonl], validation_size: 240}
+"""
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    def write(text: str) -> Path:
+        path = tmp_path / "run.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+@pytest.fixture
+def loaded(config_file):
+    return lambda *overrides, text=MINIMAL: load(config_file(text), overrides)
+
+
+def refusal(action, *arguments) -> str:
+    with pytest.raises(ConfigError) as caught:
+        action(*arguments)
+    return str(caught.value)
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_sparse_file_takes_every_other_value_from_the_defaults(loaded):
+    config = loaded()
+    assert config.model.path == "model"
+    assert config.data.train == ("train.jsonl",)
+    assert config.rollout == sections.RolloutConfig()
+    assert config.algorithm.kind == options.DEFAULT_ALGORITHM
+
+
+def test_overrides_win_over_the_file_and_later_ones_over_earlier_ones(loaded):
+    config = loaded("train.lr=3", "train.lr=1e-7", "data.train=[a.jsonl, b.jsonl]", "model={dtype: float32}")
+    assert config.train.lr == 1e-7
+    assert config.data.train == ("a.jsonl", "b.jsonl")
+    assert (config.model.dtype, config.model.path) == ("float32", "model"), "a mapping sets only what it names"
+
+
+def test_overrides_create_an_absent_section_and_null_removes_one(loaded):
+    assert loaded("warmup.steps=7").warmup.steps == 7
+    assert loaded("warmup=null", text=MINIMAL + "warmup: {steps: 7}").warmup is None
+
+
+def test_plain_text_of_an_override_needs_no_quotes(loaded):
+    for text in ("Think: then answer #1", "@home", "a, b", "- dash", "don't"):
+        assert loaded(f"data.system_prompt={text}").data.system_prompt == text
+    assert loaded('data.system_prompt="12"').data.system_prompt == "12"
+    assert loaded("data.system_prompt=x=y").data.system_prompt == "x=y"
+
+
+def test_numbers_and_words_mean_what_they_look_like(loaded):
+    text = MINIMAL + "train: {lr: 1e-6, micro_batch_tokens: 16_384}\nreward: {kind: no}\n"
+    config = loaded(text=text)
+    assert config.train.lr == 1e-6
+    assert config.train.micro_batch_tokens == 16384
+    assert config.reward.kind == "no"
+
+
+def test_values_in_task_options_keep_their_types(loaded):
+    given = loaded("data.task_options={a: 1, b: 1.5, c: true, d: word, e: [1, 2], f: [0.5, 1]}").data.task_options
+    assert given == {"a": 1, "b": 1.5, "c": True, "d": "word", "e": [1, 2], "f": [0.5, 1.0]}
+    assert [type(given[key]) for key in "abcd"] == [int, float, bool, str]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("parallel.tensr=2", "parallel.tensr: no such option. Did you mean parallel.tensor? (command line)"),
+        ("lr=2", "lr: no such option. Did you mean train.lr or warmup.lr? (command line)"),
+        ("qqqq.zzzz=1", "qqqq: no such option. (command line)"),
+        ("train.lr=fast", "train.lr: got 'fast', expected a number > 0. (command line)"),
+        ("train.lr=.nan", "train.lr: got nan, expected a number > 0. (command line)"),
+        ("train.lr=.inf", "train.lr: got inf, expected a number > 0. (command line)"),
+        ("train.steps=0", "train.steps: got 0, expected an integer > 0. (command line)"),
+        ("train.steps=2.5", "train.steps: got 2.5, expected an integer > 0. (command line)"),
+        ("train.steps=true", "train.steps: got true, expected an integer > 0. (command line)"),
+        ("parallel.sequence=1", "parallel.sequence: got 1, expected true or false. (command line)"),
+        ("rollout.top_p=1.5", "rollout.top_p: got 1.5, expected a number > 0 and <= 1. (command line)"),
+        ("model.dtype=fp16", "model.dtype: got 'fp16', expected 'float32' or 'bfloat16'. (command line)"),
+        ("output=7", "output: got 7, expected text that is not empty. (command line)"),
+        ("data.train=a.jsonl", "data.train: got 'a.jsonl', expected a list [...] of texts. (command line)"),
+        ("data.train=[a.jsonl, 3]", "data.train[1]: got 3, expected text that is not empty. (command line)"),
+        ("train.betas=[0.9]", "train.betas[1]: missing, and it has no default; expected a list of 2 values"),
+        ("train.betas=[0.9, 1]", "train.betas[1]: got 1, expected a number >= 0 and < 1. (command line)"),
+        ("train=5", "train: got 5, expected a section of options. (command line)"),
+        ("data.task_options={a: null}", "data.task_options.a: got null, expected a number or an integer or text"),
+        ("algorithm.kind=cpao", "algorithm.kind: no such algorithm 'cpao'. Did you mean capo? Known: capo"),
+        ("train.lr", "'train.lr': not an override. Write option=value, e.g. train.lr=1e-6. (command line)"),
+        ("=3", "'=3': not an override."),
+        ("train..lr=3", "'train..lr=3': not an override."),
+        (
+            "train.lr=[1",
+            "train.lr: not valid YAML: expected ',' or ']', but got '<stream end>'. Got '[1'. (command line)",
+        ),
+        (
+            "data.train.0=a",
+            "data.train.0: data.train is ['train.jsonl'], which has no options. Set data.train as a whole.",
+        ),
+    ],
+)
+def test_a_wrong_override_is_named_in_one_line(loaded, override, message):
+    said = refusal(loaded, override)
+    assert said.startswith(message)
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("output: [", "{path}:1: not valid YAML: "),
+        ("output: a\n  bad: : b\n", "{path}:2: not valid YAML: mapping values are not allowed here."),
+        (MINIMAL + "train: {lr: 1, lr: 2}", "{path}:5: not valid YAML: 'lr' is given twice."),
+        (MINIMAL + "seed: !!python/name:os.system x", "{path}:5: not valid YAML: the tag tag:yaml.org,2002:python"),
+        ("- a\n- b\n", "{path}: got ['a', 'b'], expected `section: options` pairs at the top level."),
+        (MINIMAL + "parallel: {tensr: 2}", "parallel.tensr: no such option. Did you mean parallel.tensor? ({path})"),
+        ("model: {path: m}", "output: missing, and it has no default; expected text that is not empty. ({path})"),
+        (
+            MINIMAL + "algorithm: grpo",
+            "algorithm: got 'grpo', expected a section of options. Write algorithm.kind=grpo.",
+        ),
+        (MINIMAL + "algorithm: {kind: [1]}", "algorithm.kind: no such algorithm [1]."),
+        (MINIMAL + "algorithm: 3", "algorithm: got 3, expected a section of options. ({path})"),
+    ],
+)
+def test_a_wrong_file_is_named_in_one_line_with_its_place(config_file, text, message):
+    path = config_file(text)
+    said = refusal(load, path)
+    assert said.startswith(message.format(path=path))
+    assert "\n" not in said
+
+
+def test_every_mistake_is_reported_at_once_one_line_each(loaded):
+    said = refusal(loaded, "train.lr=-1", "train.stps=3", "rollout.samples=x").splitlines()
+    assert sorted(line.partition(":")[0] for line in said) == ["rollout.samples", "train.lr", "train.stps"]
+
+
+def test_an_absent_unreadable_or_binary_file_is_named(tmp_path):
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"output: \xff\xfe")
+    assert "No such file" in refusal(load, tmp_path / "absent.yaml")
+    assert "Is a directory" in refusal(load, tmp_path)
+    assert refusal(load, binary) == f"{binary}: the config is not UTF-8 text (byte 8)."
+
+
+def test_an_empty_file_lists_what_must_be_given(config_file):
+    assert [line.partition(":")[0] for line in refusal(load, config_file("")).splitlines()] == ["output", "model"]
+
+
+def test_anchors_and_merge_keys_work(loaded):
+    text = MINIMAL + "train: &t {lr: 0.5, steps: 9}\nwarmup: {<<: *t, steps: 5}\n"
+    warmup = loaded(text=text).warmup
+    assert (warmup.lr, warmup.steps) == (0.5, 5)
+
+
+# --- the algorithm ----------------------------------------------------------------------------------------------------
+
+
+def test_every_algorithm_is_reachable_by_its_kind(loaded):
+    for kind, section in options.ALGORITHM_SECTIONS.items():
+        config = loaded(f"algorithm.kind={kind}")
+        assert type(config.algorithm) is section
+        assert config.algorithm == section()
+
+
+def test_algorithm_options_without_a_kind_are_the_default_algorithms(loaded):
+    assert loaded(text=MINIMAL + "algorithm: {}").algorithm.kind == options.DEFAULT_ALGORITHM
+
+
+def test_an_unknown_algorithm_option_is_refused(loaded):
+    assert refusal(loaded, "algorithm.zzz=3") == "algorithm.zzz: no such option. (command line)"
+
+
+# --- rules that span sections -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides", "message"),
+    [
+        (1, ["model.path=null"], "model: neither path nor shape is given."),
+        (1, ["data.train=[]"], "data: neither task nor train is given."),
+        (1, ["data.task=chain"], "data: both task (chain) and train (train.jsonl) are given."),
+        (1, ["data.task_options={a: 1}"], "data.task_options: got {'a': 1}, but there is no data.task"),
+        (1, ["data.validation=[v.jsonl]"], "data.validation_size=240: data.validation already names files."),
+        (1, ["data.validation_size=0"], "eval.every=20: there are no validation problems."),
+        (
+            1,
+            ["reward.kind=mathverify"],
+            "reward.kind: got 'mathverify', expected math_verify, exact, reasoning_gym, task",
+        ),
+        (1, ["reward.kind=task"], "reward.kind=task: needs a data.task to score for"),
+        (
+            1,
+            ["reward.kind=reasoning_gym"],
+            "reward.kind=reasoning_gym: needs data.task=reasoning_gym/<name>, got no task",
+        ),
+        (1, ["warmup.steps=60"], "warmup: needs a data.task"),
+        (6, ["parallel.tensor=4"], "parallel.tensor=4 x parallel.pipeline=1 takes a multiple of 4 ranks, got 6."),
+        (1, ["parallel.virtual=2"], "parallel.virtual=2 needs parallel.pipeline > 1"),
+        (1, ["parallel.sequence=true"], "parallel.sequence=true needs parallel.tensor > 1"),
+        (1, ["rollout.samples=1"], "rollout.samples=1: capo compares the responses"),
+        (1, ["rollout.prompts=63"], "rollout.prompts=63 does not divide into train.minibatches=2 equal mini-batches"),
+        (8, ["rollout.prompts=2", "rollout.samples=4"], "train.minibatches=2 leaves 4 responses to a mini-batch"),
+        (1, ["train.micro_batch_tokens=4095"], "train.micro_batch_tokens=4095 cannot hold one sequence of up to 4096"),
+        (1, ["rollout.top_p=0.9"], "rollout.top_p=0.9, rollout.top_k=0: tokens would be sampled from a truncated"),
+        (1, ["rollout.top_k=20"], "rollout.top_p=1, rollout.top_k=20: tokens would be sampled from a truncated"),
+        (1, ["eval.temperature=0"], "eval.temperature=0 gives eval.samples=16 equal responses"),
+        (
+            1,
+            ["model.max_position_embeddings=4095"],
+            "data.max_prompt_tokens=1050 + rollout.max_tokens=3046 = 4096 tokens",
+        ),
+        (1, ["train.min_lr=1"], "train.min_lr=1 is above train.lr=1e-06"),
+        (
+            1,
+            ["train.lr_warmup_steps=1200"],
+            "train.lr_warmup_steps=1200 must be below the 1200 optimizer steps of the whole",
+        ),
+        (
+            1,
+            ["train.lr_decay_steps=9", "train.lr_warmup_steps=9"],
+            "train.lr_warmup_steps=9 must be below the 9 optimizer",
+        ),
+    ],
+)
+def test_a_contradiction_between_sections_is_refused(loaded, world, overrides, message):
+    said = refusal(loaded(*overrides).check, world)
+    assert said.startswith(message)
+    assert "\n" not in said
+
+
+def test_a_path_and_a_shape_exclude_each_other(loaded):
+    shape = {name: 8 for name in ("vocab_size", "hidden_size", "num_hidden_layers")}
+    shape |= {name: 2 for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")}
+    said = refusal(loaded(f"model.shape={shape}").check, 1)
+    assert said == "model: both path (model) and shape are given. Keep one; a path brings its own shape."
+    said = refusal(loaded(f"model.shape={shape}", "model.path=null").check, 1)
+    assert said == "model.tokenizer: missing. Problem files need a tokenizer, and model.shape brings none."
+
+
+def test_the_models_own_position_limit_is_read_where_it_is_known(loaded, tmp_path):
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 4000}')
+    assert "exceed the model's 4000 positions" in refusal(loaded(f"model.path={tmp_path}").check, 1)
+    (tmp_path / "config.json").write_text("not json")
+    loaded(f"model.path={tmp_path}").check(1)
+
+
+def test_truncated_sampling_can_be_accepted(loaded):
+    loaded("rollout.top_p=0.9", "rollout.accept_truncated_sampling=true").check(1)
+
+
+def test_all_contradictions_are_said_at_once(loaded):
+    said = refusal(loaded("rollout.prompts=7", "train.min_lr=1", "parallel.tensor=2").check, 3)
+    assert len(said.splitlines()) == 3
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8, 64])
+def test_the_papers_settings_pass_on_any_number_of_ranks(loaded, world):
+    loaded().check(world)
+
+
+def test_the_batch_arithmetic_adds_up(loaded):
+    lines = "\n".join(describe_batch(loaded("parallel.tensor=2"), 8))
+    for claim in (
+        "8 ranks = tensor 2 x pipeline 1 x data 4",
+        "128 prompts x 8 samples = 1,024 responses per step",
+        "2 optimizer steps per rollout, 1,200 in 600 steps",
+        "512 sequences, at most 2,097,152 tokens",
+        "128 sequences of a mini-batch, at most 524,288 tokens",
+        "4 or more sequences, at most 32 micro-batches per data rank",
+    ):
+        assert claim in lines
+
+
+# --- round trips ------------------------------------------------------------------------------------------------------
+
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+OPTION = st.one_of(
+    FINITE, st.integers(), st.text(), st.booleans(), st.lists(st.integers(), min_size=1), st.lists(st.text())
+)
+
+
+def values(annotation):
+    """A strategy for everything that a field of this type may hold."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if is_dataclass(annotation):
+        return instances(annotation)
+    if annotation is float:
+        return FINITE
+    if origin is Annotated:
+        return st.from_type(annotation).filter(lambda value: not isinstance(value, float) or math.isfinite(value))
+    if origin is dict:
+        return st.dictionaries(st.text(), OPTION, max_size=4)
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return st.lists(values(arguments[0]), max_size=3).map(tuple)
+    if origin is tuple:
+        return st.tuples(*map(values, arguments))
+    if options._is_union(annotation):
+        return st.one_of(*map(values, arguments))
+    return st.from_type(annotation)
+
+
+def instances(section):
+    hints = get_type_hints(section, include_extras=True)
+    hints = {spec.name: hints[spec.name] for spec in fields(section) if spec.name != "algorithm"}
+    return st.builds(section, **{name: values(hint) for name, hint in hints.items()})
+
+
+@settings(max_examples=40, deadline=None)
+@given(config=instances(RunConfig), kind=st.sampled_from(list(options.ALGORITHM_SECTIONS)))
+def test_a_written_config_loads_back_to_the_same_object(tmp_path_factory, config, kind):
+    config = replace(config, algorithm=options.ALGORITHM_SECTIONS[kind]())
+    path = tmp_path_factory.mktemp("round") / "resolved.yaml"
+    path.write_text(dump(config), encoding="utf-8")
+    assert load(path) == config
+
+
+SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), FINITE, st.text())
+LOOKALIKES = st.sampled_from(
+    ["1e-6", "no", "off", "true", "null", "~", "", "012", "1_0", "<<", "=", ".5", ".inf", "- a", "2026-11-30"]
+)
+TREES = st.recursive(
+    st.one_of(SCALARS, LOOKALIKES),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.one_of(st.text(), LOOKALIKES), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(tree=TREES)
+@example(tree={"a": ["\x85", "x\u2028y", "\r\n", "line\nline\n", "\t", " "], "b": ["1e-6", "no", "012", "<<", ""]})
+def test_the_yaml_dialect_reads_what_it_writes(tree):
+    again = parse(emit(tree), "test")
+    assert again == tree
+    assert repr(again) == repr(tree), "types, too: 1 is not true, and '1e-6' is not a number"
+
+
+# --- cost -------------------------------------------------------------------------------------------------------------
+
+
+def test_importing_the_config_loads_no_heavy_package():
+    heavy = "[m for m in ('transformers', 'megatron', 'matplotlib', 'vllm') if m in sys.modules]"
+    script = f"import sys; import capo_megatron.config; print({heavy})"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_switching_the_algorithm_says_which_options_of_the_file_are_dropped(monkeypatch, config_file, caplog):
+    monkeypatch.setattr(loading, "_validate", lambda tree, overrides, path: tree)
+    path = config_file(MINIMAL + "algorithm: {kind: capo, tau: 0.4, ref_low: 1.0}")
+    with caplog.at_level(logging.WARNING):
+        tree = load(path, ["algorithm.kind=other", "algorithm.eps=1"])
+        assert tree["algorithm"] == {"kind": "other", "eps": 1}
+        assert "algorithm.kind=other replaces capo" in caplog.text
+        assert "algorithm.tau, algorithm.ref_low not used" in caplog.text
+        assert load(path, ["algorithm.kind=capo"])["algorithm"] == {"kind": "capo", "tau": 0.4, "ref_low": 1.0}
