@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from capo_megatron.config.sections import RunConfig
 from capo_megatron.errors import ConfigError
 
 _log = logging.getLogger(__name__)
-_ADAPTER = TypeAdapter(RunConfig)
 
 
 @dataclass(frozen=True)
@@ -141,12 +141,18 @@ def _set(tree: dict[str, Any], override: _Override, path: tuple[str, ...], value
 # --- validation -----------------------------------------------------------------------------------------------------
 
 
+@cache
+def _adapter() -> TypeAdapter[RunConfig]:
+    """Made on first use: it looks up the algorithms that other packages install, which may import this one."""
+    return TypeAdapter(RunConfig)
+
+
 def _validate(tree: dict[str, Any], overrides: Sequence[_Override], path: Path) -> RunConfig:
     kind = _algorithm_kind(tree, overrides, path)
     if isinstance(tree.get("algorithm"), dict):
         tree = {**tree, "algorithm": {"kind": kind, **tree["algorithm"]}}
     try:
-        return _ADAPTER.validate_json(json.dumps(tree), strict=True)
+        return _adapter().validate_json(json.dumps(tree), strict=True)
     except ValidationError as error:
         lines = schema.explain(error.errors(include_url=False), kind)
         raise ConfigError("\n".join(f"{line} ({_origin(at, overrides, path)})" for at, line in lines)) from error
@@ -157,9 +163,9 @@ def _algorithm_kind(tree: Mapping[str, Any], overrides: Sequence[_Override], pat
     if isinstance(section, str):
         raise ConfigError(f"algorithm: got {section!r}, expected a section of options. Write algorithm.kind={section}.")
     kind = section.get("kind", schema.DEFAULT_ALGORITHM) if isinstance(section, Mapping) else schema.DEFAULT_ALGORITHM
-    if not isinstance(kind, str) or kind not in schema.ALGORITHM_SECTIONS:
-        guess = schema.did_you_mean(str(kind), schema.ALGORITHM_SECTIONS)
-        known = ", ".join(schema.ALGORITHM_SECTIONS)
+    if not isinstance(kind, str) or kind not in schema.algorithms():
+        guess = schema.did_you_mean(str(kind), schema.algorithms())
+        known = ", ".join(schema.algorithms())
         origin = _origin("algorithm.kind", overrides, path)
         raise ConfigError(f"algorithm.kind: no such algorithm {schema.show(kind)}.{guess} Known: {known}. ({origin})")
     return kind

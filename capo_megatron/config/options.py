@@ -12,8 +12,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import annotated_types
 
-from capo_megatron.algorithms import AlgorithmConfig
+from capo_megatron.algorithms import CapoConfig, available
 from capo_megatron.config.sections import RunConfig
+
+DEFAULT_ALGORITHM = CapoConfig.kind
 
 _WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false", types.NoneType: "null"}
 _BOUNDS = {
@@ -35,15 +37,13 @@ def _is_union(annotation: Any) -> bool:
     return get_origin(annotation) in (Union, types.UnionType)
 
 
-def _default_kind(section: type) -> str:
-    return next(str(spec.default) for spec in fields(section) if spec.name == "kind")
-
-
-ALGORITHM_SECTIONS: Mapping[str, type] = {_default_kind(section): section for section in _members(AlgorithmConfig)}
-DEFAULT_ALGORITHM = "capo"
-
-
 # --- the options that there are -------------------------------------------------------------------------------------
+
+
+@cache
+def algorithms() -> dict[str, type]:
+    """The config class of every algorithm, built in or installed, by its kind."""
+    return {kind: section for kind, (section, _) in available().items()}
 
 
 @cache
@@ -56,7 +56,7 @@ def _walk(section: type, prefix: str, kind: str) -> Iterator[tuple[str, Any]]:
     hints = get_type_hints(section, include_extras=True)
     for spec in fields(section):
         path = f"{prefix}{spec.name}"
-        annotation = ALGORITHM_SECTIONS[kind] if path == "algorithm" else hints[spec.name]
+        annotation = algorithms()[kind] if path == "algorithm" else hints[spec.name]
         yield path, annotation
         for member in _members(annotation):
             if is_dataclass(member):
@@ -95,7 +95,7 @@ def explain(errors: Sequence[Mapping[str, Any]], kind: str) -> list[tuple[str, s
 
 def _locate(loc: Sequence[str | int], kind: str) -> tuple[str, str]:
     """(the longest known option, the whole dotted path) of a pydantic location, without its union branches."""
-    tagged = len(loc) > 1 and loc[0] == "algorithm" and loc[1] in ALGORITHM_SECTIONS
+    tagged = len(loc) > 1 and loc[0] == "algorithm" and loc[1] in algorithms()
     parts = [loc[0], *loc[2:]] if tagged else list(loc)
     options = known(kind)
     depth = max(d for d in range(len(parts) + 1) if d == 0 or ".".join(map(str, parts[:d])) in options)
@@ -120,7 +120,10 @@ def _line(error: Mapping[str, Any], option: str, path: str, kind: str) -> str:
         return f"{path}: {error['ctx']['error']}"
     if option not in known(kind):
         return f"{path or 'config'}: {error['msg']}."
-    return f"{path}: got {show(error['input'])}, expected {_expected(known(kind)[option], option, path)}."
+    expected = _expected(known(kind)[option], option, path)
+    if error["type"] == "finite_number":
+        expected = expected.replace("a number", "a finite number")
+    return f"{path}: got {show(error['input'])}, expected {expected}."
 
 
 def _near_miss(path: str, kind: str) -> str:
@@ -134,7 +137,7 @@ def _near_miss(path: str, kind: str) -> str:
     elsewhere = [name for name in options if name.rpartition(".")[2] == word]
     if elsewhere:
         return f" Did you mean {' or '.join(elsewhere)}?"
-    owners = [name for name in ALGORITHM_SECTIONS if section == "algorithm" and path in known(name)]
+    owners = [name for name in algorithms() if section == "algorithm" and path in known(name)]
     return f" It is an option of {', '.join(owners)}, and algorithm.kind is {kind}." if owners else ""
 
 
