@@ -1,0 +1,218 @@
+"""Problem files: jsonl, json and parquet, read into checked rows.
+
+Every row has a problem and an answer, both as text. Whatever is wrong with a file is reported with its place, as
+`file:line` (jsonl) or `file: row N` (json, parquet), lines and rows counted from 1.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from difflib import get_close_matches
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from capo_megatron.config import DataConfig
+from capo_megatron.errors import DataError
+
+SUFFIXES = (".jsonl", ".json", ".parquet")
+
+_Placed = tuple[str, Mapping[str, Any]]  # where a record stands, and the record
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One problem as its file tells it, before any template."""
+
+    problem: str
+    answer: str
+    id: str  # "" where no id column was asked for
+    source: str  # the file's name without its suffix
+    place: str
+
+
+def read_files(paths: tuple[str, ...], config: DataConfig) -> tuple[list[Row], Counter[str]]:
+    """All rows of `paths` in order, and how many were left out for having no answer.
+
+    A row whose answer is null says that nobody knows the answer (public sets have a few of these): it is left out and
+    counted. An answer that is there but empty is a mistake in the file. Raises DataError.
+    """
+    rows, left_out = [], Counter[str]()
+    for path in paths:
+        found = 0
+        for place, record in _records(Path(path), config):
+            found += 1
+            row = _row(record, config, place, Path(path).stem)
+            if row is None:
+                left_out["no_answer"] += 1
+            else:
+                rows.append(row)
+        if not found:
+            raise DataError(f"{path}: no problems in this file. Remove it from the data section, or fill it.")
+    return rows, left_out
+
+
+def answer_text(value: object, place: str) -> str:
+    """The reference answer as plain text.
+
+    Text keeps its form ("025" stays "025"). Numbers are written out without exponent, and integral ones without a
+    fraction: 27.0 is "27". A list of one answer is that answer; several are joined by ", ", as in "69, 84".
+    Raises DataError on anything else, and on empty text.
+    """
+    text = _plain(value, place)
+    if not text:
+        raise DataError(f"{place}: the answer is empty. Give an answer, or null to leave the problem out.")
+    return text
+
+
+def digest(*parts: object) -> str:
+    """16 hex digits that depend on `parts` alone: the same in every process, on every machine."""
+    return blake2b("\x1f".join(str(part) for part in parts).encode(), digest_size=8).hexdigest()
+
+
+def did_you_mean(name: str, known: list[str]) -> str:
+    """' Did you mean "x"?' for the nearest of `known`, or nothing."""
+    near = get_close_matches(name, known, n=1)
+    return f' Did you mean "{near[0]}"?' if near else ""
+
+
+# --- one row --------------------------------------------------------------------------------------------------------
+
+
+def _row(record: Mapping[str, Any], config: DataConfig, place: str, source: str) -> Row | None:
+    problem = _column(record, config.prompt_column, "prompt_column", place)
+    answer = _column(record, config.answer_column, "answer_column", place)
+    if not isinstance(problem, str):
+        raise DataError(f"{place}: {config.prompt_column} must be text, got {_short(problem)}.")
+    if not problem.strip():
+        raise DataError(f"{place}: {config.prompt_column} is empty. Give a problem, or remove the row.")
+    if answer is None:
+        return None
+    name = "" if config.id_column is None else _id(_column(record, config.id_column, "id_column", place), place)
+    return Row(problem, answer_text(answer, place), name, source, place)
+
+
+def _id(value: object, place: str) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise DataError(f"{place}: an id must be text or an integer, got {_short(value)}. Unset data.id_column?")
+    return str(value)
+
+
+def _column(record: Mapping[str, Any], column: str, option: str, place: str) -> Any:
+    """The value of `column`; `a.b` looks into column a, and `a.0` takes the first item of a list."""
+    if column in record:
+        return record[column]
+    value: Any = record
+    for part in column.split("."):
+        if isinstance(value, Mapping) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            raise _missing(column, sorted(record), option, place)
+    return value
+
+
+def _missing(column: str, available: list[str], option: str, place: str) -> DataError:
+    hint = did_you_mean(column, available)
+    columns = ", ".join(available) or "none"
+    return DataError(f'{place}: no column "{column}".{hint} Columns here: {columns}. Set data.{option}.')
+
+
+def _plain(value: object, place: str) -> str:
+    if isinstance(value, str):
+        return value.strip()
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if isinstance(value, float | Decimal) and math.isfinite(value):
+        exact = Decimal(repr(value)) if isinstance(value, float) else value
+        return str(int(exact)) if exact == exact.to_integral_value() else format(exact.normalize(), "f")
+    if isinstance(value, list) and value:
+        return ", ".join(answer_text(item, place) for item in value)
+    raise DataError(f"{place}: an answer must be text, a finite number or a list of these, got {_short(value)}.")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 40 else text[:37] + '...'}"
+
+
+# --- the three formats ------------------------------------------------------------------------------------------------
+
+
+def _records(path: Path, config: DataConfig) -> Iterator[_Placed]:
+    if not path.exists():
+        raise DataError(f"{path}: no such file (relative paths start at {Path.cwd()}).")
+    if not path.is_file() or path.suffix not in SUFFIXES:
+        raise DataError(f"{path}: not a problem file. Known kinds: {', '.join(SUFFIXES)}.")
+    return _parquet_records(path, config) if path.suffix == ".parquet" else _json_records(path)
+
+
+def _json_records(path: Path) -> Iterator[_Placed]:
+    """Records of a JSON array or of JSON lines, told apart by the first character: both names are used for both."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read as UTF-8 text ({error}).") from error
+    if text.lstrip().startswith("["):
+        items = _parse(text, str(path))
+        yield from ((place, _object(item, place)) for place, item in _numbered(path, items))
+        return
+    # Not splitlines: U+2028 and its like are legal inside a JSON string.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            place = f"{path}:{number}"
+            yield place, _object(_parse(line, place), place)
+
+
+def _numbered(path: Path, items: list[Any]) -> Iterator[tuple[str, Any]]:
+    return ((f"{path}: row {number}", item) for number, item in enumerate(items, start=1))
+
+
+def _parse(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{place}: not JSON ({error.msg} at line {error.lineno}, column {error.colno}).") from error
+
+
+def _object(item: object, place: str) -> Mapping[str, Any]:
+    if not isinstance(item, Mapping):
+        raise DataError(
+            f'{place}: expected a JSON object such as {{"problem": ..., "answer": ...}}, got {_short(item)}.'
+        )
+    return item
+
+
+def _parquet_records(path: Path, config: DataConfig) -> Iterator[_Placed]:
+    import pyarrow as pa  # only here: half a second that JSON files need not pay
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(columns=_parquet_columns(path, file.schema_arrow.names, config)):
+                for record in batch.to_pylist():
+                    number += 1
+                    yield f"{path}: row {number}", record
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path}: damaged or not a parquet file ({str(error).splitlines()[0]}).") from error
+
+
+def _parquet_columns(path: Path, names: list[str], config: DataConfig) -> list[str]:
+    """The top-level columns to read, so that a wide file costs no more than what is used of it."""
+    wanted = {"prompt_column": config.prompt_column, "answer_column": config.answer_column}
+    if config.id_column is not None:
+        wanted["id_column"] = config.id_column
+    columns = []
+    for option, column in wanted.items():
+        top = column if column in names else column.split(".")[0]
+        if top not in names:
+            raise _missing(column, sorted(names), option, str(path))
+        columns.append(top)
+    return columns
