@@ -206,13 +206,15 @@ def transformer_config(shape: ModelShape, layout: Layout, dtype: torch.dtype, re
         virtual_pipeline_model_parallel_size=layout.virtual if interleaved else None,
         sequence_parallel=layout.sequence,
         # Megatron refuses variable lengths on dense models unless the (unused) token dispatcher says alltoall.
-        variable_seq_lengths=layout.pipeline > 1,
+        # The interleaved schedule exchanges shapes in an order that two stages mix up: it gets equal shapes instead.
+        variable_seq_lengths=layout.pipeline > 1 and not interleaved,
         moe_token_dispatcher_type="alltoall",
         # With two stages the interleaved schedule mixes up forward and backward messages unless they are sent one by one
         # and overlapped; the plain schedule refuses to overlap.
         batch_p2p_comm=not interleaved,
         overlap_p2p_comm=interleaved,
-        deallocate_pipeline_outputs=layout.pipeline > 1,
+        # Gloo sends read the storage later; CUDA's stream order makes freeing it right after the send safe.
+        deallocate_pipeline_outputs=layout.pipeline > 1 and torch.cuda.is_available(),
         recompute_granularity=None if recompute == "none" else recompute,
         recompute_method="uniform" if recompute == "full" else None,
         recompute_num_layers=1 if recompute == "full" else None,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -129,7 +129,7 @@ class MegatronPolicy:
         total = _empty_outputs(tuple(batch.response_mask.shape), entropy, top_k, self._runtime.device)
 
         def collect(outputs: PolicyOutputs, mb: _MicroBatch) -> tuple[Tensor, dict[str, Any]]:
-            if mb.rows and self._layout.tp_rank == 0:  # all tensor-parallel ranks hold the same values
+            if self._layout.tp_rank == 0:  # all tensor-parallel ranks hold the same values
                 _write(total, mb.rows, outputs)
             return outputs.logprobs.sum(), {}
 
@@ -152,8 +152,7 @@ class MegatronPolicy:
             assert isinstance(mb.batch, TrainBatch)
             token_loss = loss(outputs, mb.batch)
             value = (mb.batch.weights * token_loss.loss).sum()
-            if mb.rows:
-                tally.add(value, token_loss, mb.batch)
+            tally.add(value, token_loss, mb.batch)
             return value * mb.loss_scale, {}
 
         for chunk in self._chunks:
@@ -208,11 +207,15 @@ class MegatronPolicy:
         rollouts = batch.rollouts if isinstance(batch, TrainBatch) else batch
         layout = self._layout
         lengths = rollouts.lengths.tolist()
-        multiple = layout.pipeline if layout.virtual > 1 else 1
+        interleaved = layout.virtual > 1
+        if interleaved:  # its schedule wants micro-batches of one shape
+            lengths = [max(lengths)] * len(lengths)
+        multiple = layout.pipeline if interleaved else 1
         plan = microbatches.plan(lengths, self._config.micro_batch_tokens, layout.data, multiple)[layout.dp_rank]
+        height = max(map(len, plan)) if interleaved else 1
         scale = float(len(plan) * layout.data)
         build = partial(_micro_batch, batch, lengths, layout.tensor if layout.sequence else 1, scale, self._runtime.device)
-        return [build(rows) for rows in plan]
+        return [build(rows, max(height, len(rows))) for rows in plan]
 
     def _outputs(self, hidden: Tensor, mb: _MicroBatch, entropy: bool, top_k: int) -> PolicyOutputs:
         """[n, T] outputs from the last stage's hidden states [n, S, H]; only response positions meet the LM head."""
@@ -275,10 +278,10 @@ class MegatronPolicy:
 
 @dataclass(frozen=True)
 class _MicroBatch:
-    """Rows that run together. `rows` is empty for a filler, whose single row has weight zero."""
+    """Rows that run together, and below them fillers: copies of a row, without response and of weight zero."""
 
     rows: tuple[int, ...]
-    batch: RolloutBatch | TrainBatch  # these rows, trimmed to their longest
+    batch: RolloutBatch | TrainBatch  # rows and fillers, trimmed to the longest
     tokens: Tensor  # [n, S'] S' rounded up for sequence parallelism
     positions: Tensor  # [n, S']
     loss_scale: float
@@ -298,15 +301,28 @@ def _micro_batch(
     scale: float,
     device: torch.device,
     rows: tuple[int, ...],
+    height: int,
 ) -> _MicroBatch:
-    chosen = rows or (0,)
+    chosen = rows + (rows or (0,))[:1] * (height - len(rows))
     longest = max(lengths[row] for row in chosen)
     part = batch.slice(chosen).trim(longest - 1).to(device)
+    if len(rows) < height:
+        part = _silence(part, len(rows))
     rollouts = part.rollouts if isinstance(part, TrainBatch) else part
     padding = -longest % multiple
     tokens = torch.nn.functional.pad(rollouts.tokens, (0, padding))
     positions = torch.arange(longest + padding, device=device).expand_as(tokens)
-    return _MicroBatch(rows, part, tokens, positions, scale if rows else 0.0)
+    return _MicroBatch(rows, part, tokens, positions, scale)
+
+
+def _silence(part: RolloutBatch | TrainBatch, first: int) -> RolloutBatch | TrainBatch:
+    """`part` with its rows from `first` on made fillers."""
+    real = (torch.arange(len(part.rollouts if isinstance(part, TrainBatch) else part)) < first).unsqueeze(1)
+    if isinstance(part, TrainBatch):
+        silent = _silence(part.rollouts, first)
+        assert isinstance(silent, RolloutBatch)
+        return replace(part, rollouts=silent, weights=part.weights * real.to(part.weights.device))
+    return replace(part, response_mask=part.response_mask & real.to(part.response_mask.device))
 
 
 def _spread(values: Tensor, mask: Tensor) -> Tensor:
@@ -327,7 +343,7 @@ def _tensors(outputs: PolicyOutputs) -> list[Tensor]:
 
 def _write(total: PolicyOutputs, rows: Sequence[int], part: PolicyOutputs) -> None:
     for whole, values in zip(_tensors(total), _tensors(part), strict=True):
-        whole[list(rows), : values.shape[1]] = values
+        whole[list(rows), : values.shape[1]] = values[: len(rows)]
 
 
 @torch.no_grad()
@@ -352,7 +368,7 @@ class _Tally:
         self.loss += float(value.detach())
         self.tokens += int(mask.sum())
         for name, values in token_loss.metrics.items():
-            chosen = values.detach()[mask]
+            chosen = values.detach()[mask]  # fillers have no response
             if name.endswith("_max"):
                 self.maxima[name] = max(self.maxima.get(name, -float("inf")), float(chosen.max()) if len(chosen) else 0.0)
             else:
