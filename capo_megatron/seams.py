@@ -8,6 +8,7 @@ that do all this together. `trainer.train` is the only place where they meet.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -125,7 +126,9 @@ class RolloutEngine(Protocol):
     def generate(self, problems: Sequence[Problem], samples: int, params: SamplingParams) -> list[list[Sample]]:
         """For each problem its `samples` responses."""
 
-    def logprobs(self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float) -> list[list[float]]:
+    def logprobs(
+        self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float
+    ) -> list[list[float]]:
         """The engine's own log-probs of given (prompt ids, response ids), for the proof after a refit."""
 
     def load_weights(self, hf: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -153,10 +156,14 @@ Weights = Literal["policy", "reference"]
 class Policy(Protocol):
     version: int  # optimizer steps taken
 
-    def score(self, batch: RolloutBatch, needs: frozenset[Signal], which: Weights = "policy", top_k: int = 0) -> PolicyOutputs:
+    def score(
+        self, batch: RolloutBatch, needs: frozenset[Signal], which: Weights = "policy", top_k: int = 0
+    ) -> PolicyOutputs:
         """Outputs for every row, on CPU, the same on every rank. Collective; no gradient."""
 
-    def train_step(self, batch: TrainBatch, loss: PolicyLoss, needs: frozenset[Signal] = frozenset(), top_k: int = 0) -> StepReport:
+    def train_step(
+        self, batch: TrainBatch, loss: PolicyLoss, needs: frozenset[Signal] = frozenset(), top_k: int = 0
+    ) -> StepReport:
         """One optimizer step on a mini-batch that every rank holds whole. Collective."""
 
     def hf_weights(self, which: Weights = "policy") -> Iterator[tuple[str, Tensor]]:
@@ -207,6 +214,28 @@ class Solo:
         return None
 
 
+class Rollout(Protocol):
+    """Responses with their texts and grades, row by row, as `rollout.collect` gives them."""
+
+    @property
+    def batch(self) -> RolloutBatch: ...
+    @property
+    def texts(self) -> Sequence[str]: ...
+    @property
+    def grades(self) -> Sequence[Grade]: ...
+
+
 class Logger(Protocol):
-    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
-    def samples(self, step: int, batch: RolloutBatch, texts: Sequence[str]) -> None: ...
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record a step; the seconds and tokens/s of its phases are added."""
+
+    def samples(self, step: int, rollout: Rollout, signals: Signals, advantages: Tensor) -> None:
+        """Keep some responses of a step for people to read."""
+
+    def phase(self, name: str, tokens: int = 0) -> AbstractContextManager[Any]:
+        """Time a block of a step. The value has `tokens`, to be set where the count is not known beforehand."""
+
+    def warn(self, text: str) -> None: ...
+
+    def resume_from(self, step: int) -> None:
+        """Forget what was recorded after `step`."""

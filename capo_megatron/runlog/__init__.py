@@ -1,0 +1,18 @@
+"""What a run writes for people, and where it came from."""
+
+from capo_megatron.runlog.files import make_folder, read_rows, to_json, write_text, writing
+from capo_megatron.runlog.log import Phase, RunLog
+from capo_megatron.runlog.provenance import PACKAGES, installed, provenance
+
+__all__ = [
+    "PACKAGES",
+    "Phase",
+    "RunLog",
+    "installed",
+    "make_folder",
+    "provenance",
+    "read_rows",
+    "to_json",
+    "write_text",
+    "writing",
+]

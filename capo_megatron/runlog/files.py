@@ -1,0 +1,118 @@
+"""Files that survive crashes: written aside and renamed, or appended line by line; a failing disk is a CapoError."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from capo_megatron.errors import CapoError, DataError
+
+_REASONS = {
+    errno.ENOSPC: "the disk is full. Free some space or choose another output; what is complete stays valid",
+    errno.EDQUOT: "your disk quota is used up. Free some space or choose another output; what is complete stays valid",
+    errno.EACCES: "permission denied. Choose an output that you may write to",
+    errno.EPERM: "permission denied. Choose an output that you may write to",
+    errno.EROFS: "the file system is read-only. Choose an output elsewhere",
+    errno.EEXIST: "a file is in the way. Remove it or choose another output",
+    errno.ENOTDIR: "a file is in the way. Remove it or choose another output",
+    errno.EISDIR: "a folder is in the way. Remove it or choose another output",
+}
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an OSError of the block into a CapoError that names `path` and what to do."""
+    try:
+        yield
+    except OSError as error:
+        reason = _REASONS.get(error.errno or 0, error.strerror or str(error))
+        raise CapoError(f"{path}: cannot be written: {reason}.") from error
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder and prove that files can be made in it. Raises CapoError."""
+    with writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path) as probe:
+            probe.write(b"x")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace `path` as a whole: at every instant it holds the old text or the new. Raises CapoError."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    with writing(path):
+        try:
+            aside.write_bytes(encode(text))
+            aside.replace(path)
+        finally:
+            aside.unlink(missing_ok=True)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append one line and hand it to the system at once. A crash or full disk can leave only this line torn."""
+    with writing(path), path.open("ab", buffering=0) as file:
+        rest = encode(line + "\n")
+        while rest:
+            rest = rest[file.write(rest) :]
+
+
+def encode(text: str) -> bytes:
+    """UTF-8; the half characters that a model can emit become escapes, which JSON reads."""
+    return text.encode("utf-8", errors="backslashreplace")
+
+
+def to_json(row: Mapping[str, Any]) -> str:
+    """One line of JSON. NaN and infinities, which JSON lacks, become null."""
+    clean = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
+    }
+    return json.dumps(clean, ensure_ascii=False, allow_nan=False)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a jsonl file such as metrics.jsonl. A last line that a crash left torn is dropped.
+
+    Raises DataError if the file cannot be read or another line is no JSON object.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}.") from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        row = _parse(line)
+        if row is None and number == len(lines):
+            break
+        if row is None:
+            raise DataError(f"{path}:{number}: not a JSON object: {line[:60]!r}. Remove the line.")
+        rows.append(row)
+    return rows
+
+
+def keep_rows(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> None:
+    """Rewrite a jsonl file without the rows that `keep` rejects and without torn lines, all or nothing."""
+    if not path.is_file():
+        return
+    with writing(path):
+        lines = path.read_bytes().decode("utf-8", errors="replace").split("\n")
+    parsed = [(line, _parse(line.encode("utf-8", errors="replace"))) for line in lines]
+    kept = [line for line, row in parsed if row is not None and keep(row)]
+    if [*kept, ""] != lines:
+        write_text(path, "".join(f"{line}\n" for line in kept))
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None

@@ -1,0 +1,187 @@
+"""RunLog: everything that a run writes for people: metrics.jsonl, samples/, the resolved config, console, trackers."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from capo_megatron.config import LogConfig
+from capo_megatron.config.dialect import parse
+from capo_megatron.runlog.console import PlainDisplay, make_display
+from capo_megatron.runlog.files import append_line, keep_rows, make_folder, to_json, write_text
+from capo_megatron.runlog.provenance import provenance
+from capo_megatron.runlog.trackers import Tracker, make_trackers
+from capo_megatron.seams import Rollout
+from capo_megatron.types import Signals
+
+_REMEMBERED = 20  # steps over which the time left is averaged
+
+
+@dataclass
+class Phase:
+    """A phase under way. Set `tokens` when they are known, at the latest before it ends."""
+
+    tokens: int = 0
+
+
+class RunLog:
+    """Implements `seams.Logger` on rank 0; the other ranks only keep time.
+
+    In `output`:
+
+        metrics.jsonl        one JSON object a step: step, time (Unix seconds), every metric; null where not finite
+        samples/             step_000012.jsonl: some responses of a step with verdict, reward, advantage
+        resolved.yaml        the whole configuration; an earlier, different one is kept as resolved.1.yaml, ...
+        versions.json        versions, git revision and command of the latest start
+        tensorboard/         if asked
+
+    Raises CapoError if the folder or the disk refuses, ConfigError if a tracker's package is missing.
+    """
+
+    def __init__(self, output: Path, config: LogConfig, resolved: str, team_rank: int, total_steps: int) -> None:
+        self._output, self._config, self._total = Path(output), config, total_steps
+        self._active = team_rank == 0
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._tokens: defaultdict[str, int] = defaultdict(int)
+        self._recent: deque[float] = deque(maxlen=_REMEMBERED)
+        self._trackers: list[Tracker] = []
+        self._display: PlainDisplay | None = None
+        self._continues = False
+        if self._active:
+            make_folder(self._output)
+            self._write_start(resolved)
+            self._trackers = make_trackers(config, self._output, parse(resolved, "resolved.yaml") or {})
+            self._display = make_display(config.console, total_steps)
+        self._last: float | None = None
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the live display and the trackers. Nothing is lost without it, but the terminal looks better."""
+        if self._display is not None:
+            self._display.close()
+        for tracker in self._trackers:
+            tracker.close()
+
+    # --- seams.Logger -------------------------------------------------------------------------------------------------
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record a step's metrics, with the seconds and tokens/s of its phases since the last call."""
+        row = {name: float(value) for name, value in metrics.items()} | self._times()
+        if not self._active:
+            return
+        if not self._continues:  # what an earlier start logged from here on was not saved by any checkpoint
+            self.resume_from(step - 1)
+        append_line(self._output / "metrics.jsonl", to_json({"step": step, "time": round(time.time(), 3), **row}))
+        for tracker in self._trackers:
+            tracker.step(step, row)
+        if self._display is not None:
+            self._display.step(step, row, row["seconds/step"], self._left(step, row["seconds/step"]))
+
+    def samples(self, step: int, rollout: Rollout, signals: Signals, advantages: Tensor) -> None:
+        """Write the first `LogConfig.samples` responses of a step, siblings together, with what they earned."""
+        count = min(self._config.samples, len(rollout.texts))
+        if not self._active or not count:
+            return
+        folder = self._output / "samples"
+        make_folder(folder)
+        rows = [_sample(row, rollout, signals, advantages) for row in range(count)]
+        write_text(folder / f"step_{step:06d}.jsonl", "".join(f"{to_json(row)}\n" for row in rows))
+
+    @contextmanager
+    def phase(self, name: str, tokens: int = 0) -> Iterator[Phase]:
+        """Time a block; its seconds and tokens/s join the metrics of the step. Repeated names add up."""
+        phase, started = Phase(tokens), time.perf_counter()
+        if self._last is None:  # the first step begins with the first phase, not with building the model
+            self._last = started
+        if self._display is not None:
+            self._display.phase(name)
+        try:
+            yield phase
+        finally:
+            self._seconds[name] += time.perf_counter() - started
+            self._tokens[name] += phase.tokens
+
+    def warn(self, text: str) -> None:
+        """Tell the person who watches."""
+        if self._display is not None:
+            self._display.warn(text)
+
+    def resume_from(self, step: int) -> None:
+        """Drop the metrics of steps after `step`, which a run that died had logged but not saved. All or nothing."""
+        self._continues = True
+        if self._active:
+            keep_rows(self._output / "metrics.jsonl", lambda row: _step(row) <= step)
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _write_start(self, resolved: str) -> None:
+        path = self._output / "resolved.yaml"
+        if path.is_file() and path.read_bytes() != resolved.encode():
+            taken = len(list(self._output.glob("resolved.*.yaml")))
+            path.replace(self._output / f"resolved.{taken + 1}.yaml")
+        write_text(path, resolved)
+        write_text(self._output / "versions.json", json.dumps(provenance(), indent=2) + "\n")
+
+    def _times(self) -> dict[str, float]:
+        """Seconds and tokens/s of the phases and of the whole step since the last call, which starts anew."""
+        now = time.perf_counter()
+        self._seconds["step"], self._last = now - (self._last or now), now
+        self._tokens["step"] = self._tokens["rollout"]
+        found = {f"seconds/{name}": seconds for name, seconds in self._seconds.items()}
+        found |= {
+            f"tokens_per_second/{name}": self._tokens[name] / seconds
+            for name, seconds in self._seconds.items()
+            if self._tokens[name] and seconds > 0
+        }
+        self._seconds.clear()
+        self._tokens.clear()
+        return found
+
+    def _left(self, step: int, seconds: float) -> float | None:
+        if step == 0:
+            return None
+        self._recent.append(seconds)
+        return sum(self._recent) / len(self._recent) * (self._total - step)
+
+
+def _step(row: Mapping[str, Any]) -> float:
+    step = row.get("step")
+    return step if isinstance(step, int) else float("inf")
+
+
+def _sample(row: int, rollout: Rollout, signals: Signals, advantages: Tensor) -> dict[str, Any]:
+    batch, grade = rollout.batch, rollout.grades[row]
+    group = int(batch.group[row])
+    problem, mask = batch.problems[group], batch.response_mask[row]
+    tokens = int(mask.sum())
+    return {
+        "problem": problem.id,
+        "sample": int((batch.group[:row] == group).sum()),
+        "verdict": grade.verdict.value,
+        "reward": _short(batch.rewards["reward"][row]),
+        "advantage": _short(advantages[row][mask].sum() / max(tokens, 1)),
+        "mean_logprob": _short(signals.old_logprobs[row][mask].sum() / max(tokens, 1)),
+        "tokens": tokens,
+        "truncated": bool(batch.truncated[row]),
+        "extracted": grade.extracted,
+        "answer": problem.answer,
+        "prompt": problem.prompt,
+        "response": rollout.texts[row],
+    }
+
+
+def _short(value: Tensor) -> float:
+    return float(f"{float(value):.6g}")
