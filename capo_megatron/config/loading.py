@@ -32,8 +32,8 @@ class _Override:
         return ".".join(self.path)
 
 
-def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration in a YAML file, with `key.key=value` overrides applied in order.
+def load(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration in a YAML file (None: an empty one), with `key.key=value` overrides applied in order.
 
     Values of overrides are YAML (`data.train=[a.jsonl, b.jsonl]`); a mapping sets the options it names and leaves the
     others alone. An override of `algorithm.kind` that differs from the file's starts from that algorithm's defaults:
@@ -41,7 +41,8 @@ def load(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Raises ConfigError with one line per mistake.
     """
-    tree = _read(path)
+    tree = {} if path is None else _read(path)
+    path = path or Path("no file")
     given = [_parse_override(text) for text in overrides]
     tree = _apply(_switch_algorithm(tree, given, path), given)
     return _validate(tree, given, path)

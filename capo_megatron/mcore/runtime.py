@@ -192,6 +192,11 @@ def _device(name: str | None) -> torch.device:
     return torch.device(name)
 
 
+def world_size() -> int:
+    """Ranks of this run, known from torchrun's environment before anything has started."""
+    return _environment()[1]
+
+
 def _environment() -> tuple[int, int]:
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return 0, 1

@@ -1,0 +1,237 @@
+"""The training loop: sample, grade, score, estimate advantages, update, refit. It knows neither backend nor algorithm."""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from capo_megatron import diagnostics
+from capo_megatron.config import RunConfig
+from capo_megatron.errors import RolloutError, TrainingError
+from capo_megatron.evaluation.run import evaluate, summarise
+from capo_megatron.rollout.collect import Collected, collect
+from capo_megatron.rollout.proof import Probe
+from capo_megatron.runlog import RunLog
+from capo_megatron.seams import (
+    Algorithm,
+    CheckpointStore,
+    Policy,
+    PromptSource,
+    RewardFunction,
+    RolloutEngine,
+    SamplingParams,
+    Signal,
+    Team,
+)
+from capo_megatron.types import Problem, Signals, StepReport, TrainBatch
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything that takes part in a run, passed in whole."""
+
+    policy: Policy
+    engine: RolloutEngine
+    reward: RewardFunction
+    prompts: PromptSource
+    validation: Sequence[Problem]
+    algorithm: Algorithm
+    store: CheckpointStore
+    log: RunLog
+    team: Team
+    sampling: SamplingParams  # its seed is replaced by one of the run's seed and the step
+    pad_id: int
+
+
+def train(config: RunConfig, parts: Parts) -> int:
+    """Train until `config.train.steps` or SIGTERM, resuming from the newest checkpoint; the step reached. Collective."""
+    policy, log, team, algorithm = parts.policy, parts.log, parts.team, parts.algorithm
+    step = saved = _resume(parts)
+    probe = Probe(config.rollout.probe_rows, config.rollout.probe_tolerance)
+    skipped = 0
+    gap = _refit(parts, probe)
+    if step == 0 and config.eval.every and config.eval.at_start:
+        log.step(0, _validate(config, parts, 0))
+    with _stop_requested() as stopping:
+        while step < config.train.steps and not team.any(stopping.is_set()):
+            with log.phase("rollout"):
+                rollout = _sample(config, parts, step)
+            batch = rollout.batch
+            with log.phase("score", tokens=int(batch.response_mask.sum())):
+                signals = _score(policy, algorithm, rollout)
+            advantages, kept = _advantages(algorithm, rollout, signals)
+            with log.phase("train", tokens=int(batch.response_mask.sum()) * config.train.epochs):
+                whole = TrainBatch(batch, signals, advantages, torch.zeros_like(advantages))
+                reports = [policy.train_step(part, algorithm.loss, algorithm.loss_needs, algorithm.top_k)
+                           for part in _mini_batches(config, algorithm, whole)]
+            skipped = _count_skipped(reports, skipped, config.train.max_skipped, log)
+            step += 1
+            metrics = {**diagnostics.describe(batch, signals, advantages, kept), **_summary(reports), **gap}
+            metrics |= rollout.metrics() | algorithm.report()
+            log.samples(step, rollout, signals, advantages)
+            if algorithm.reselect and (again := algorithm.reselect(batch, signals)) is not None:
+                parts.prompts.repeat([batch.problems[group] for group in again])
+            with log.phase("refit"):
+                gap = _refit(parts, probe)
+            if config.eval.every and (step % config.eval.every == 0 or step == config.train.steps):
+                metrics |= _validate(config, parts, step)
+            if config.checkpoint.every and step % config.checkpoint.every == 0:
+                with log.phase("checkpoint"):
+                    saved = _save(parts, step)
+            log.step(step, metrics)
+    if saved != step:
+        _save(parts, step)
+    return step
+
+
+# --- the phases -------------------------------------------------------------------------------------------------------
+
+
+def _sample(config: RunConfig, parts: Parts, step: int) -> Collected:
+    """A step's rollouts. Groups that the algorithm rejects are replaced by other problems' a bounded number of times."""
+    wanted, keep = config.rollout.prompts, parts.algorithm.keep_group
+    kept: list[Collected] = []
+    for attempt in range(parts.algorithm.max_refills + 1):
+        problems = parts.prompts.take(wanted - sum(len(part.batch.problems) for part in kept))
+        params = _seeded(parts.sampling, config.seed, "rollout", step, attempt)
+        found = collect(
+            parts.engine,
+            parts.reward,
+            problems,
+            config.rollout.samples,
+            params,
+            parts.team,
+            parts.pad_id,
+            version=parts.policy.version,
+        )
+        kept.append(found if keep is None else found.select([g for g in range(len(problems)) if keep(found.group(g))]))
+        if sum(len(part.batch.problems) for part in kept) == wanted:
+            return Collected.join(kept, parts.pad_id)
+    raise RolloutError(
+        f"{parts.algorithm.name}: {sum(len(part.batch.problems) for part in kept)} of {wanted} groups after "
+        f"{parts.algorithm.max_refills} rounds of replacement: nearly all are rejected (e.g. all right or all wrong). "
+        "Use problems of fitting difficulty, more samples per problem, or a larger algorithm.max_refills."
+    )
+
+
+def _score(policy: Policy, algorithm: Algorithm, rollout: Collected) -> Signals:
+    now = policy.score(rollout.batch, algorithm.needs | {Signal.ENTROPY}, "policy", algorithm.top_k)
+    reference = None
+    if Signal.REF_LOGPROBS in algorithm.needs:
+        reference = policy.score(rollout.batch, frozenset(), "reference").logprobs
+    return Signals(now.logprobs, reference, now.entropy, now.topk)
+
+
+def _advantages(algorithm: Algorithm, rollout: Collected, signals: Signals) -> tuple[torch.Tensor, torch.Tensor]:
+    """([N, T] advantages with every mask applied, [N, T] bool what the masks kept)."""
+    kept = rollout.batch.response_mask.clone()
+    for mask in algorithm.masks:
+        kept &= mask(rollout.batch, signals)
+    return algorithm.estimator(rollout.batch, signals) * kept, kept
+
+
+def _mini_batches(config: RunConfig, algorithm: Algorithm, whole: TrainBatch) -> Iterator[TrainBatch]:
+    """The step's rows in mini-batches of whole groups, `epochs` times, each with its own reduction weights."""
+    groups = whole.rollouts.group
+    size = -(-len(whole.rollouts.problems) // config.train.minibatches)
+    for _ in range(config.train.epochs):
+        for rows in (torch.nonzero(groups // size == part).flatten() for part in range(config.train.minibatches)):
+            part = whole.slice(rows)
+            weights = algorithm.reduction(part.rollouts)
+            yield TrainBatch(part.rollouts, part.signals, part.advantages, weights)
+
+
+def _refit(parts: Parts, probe: Probe) -> dict[str, float]:
+    """Give the engine the policy's weights and prove that both now say the same; the measured gap."""
+    parts.engine.wake()
+    parts.engine.load_weights(parts.policy.hf_weights(), parts.policy.version)
+    return probe.prove(parts.engine, parts.policy, parts.prompts, parts.sampling, parts.team, parts.pad_id)
+
+
+def _validate(config: RunConfig, parts: Parts, step: int) -> dict[str, float]:
+    """Validation metrics. The seed does not depend on the step, so that steps are compared on common random numbers."""
+    params = _seeded(parts.sampling, config.seed, "validation")
+    params = replace(params, temperature=config.eval.temperature)
+    with parts.log.phase("eval"):
+        records = evaluate(
+            parts.engine, parts.reward, parts.validation, config.eval.samples, params, parts.team, parts.pad_id,
+            model=parts.algorithm.name, step=step,
+        )
+    return {f"validation/{name}": value for name, value in summarise(records).items()}
+
+
+# --- bookkeeping ------------------------------------------------------------------------------------------------------
+
+
+def _resume(parts: Parts) -> int:
+    found = parts.store.load(parts.policy)
+    if found is None:
+        return 0
+    step, state = found
+    parts.prompts.load_state_dict(state["prompts"])
+    parts.algorithm.load_state_dict(state["algorithm"])
+    parts.log.resume_from(step)
+    return step
+
+
+def _save(parts: Parts, step: int) -> int:
+    state: dict[str, Any] = {"prompts": parts.prompts.state_dict(), "algorithm": parts.algorithm.state_dict()}
+    parts.store.save(step, parts.policy, state)
+    return step
+
+
+def _seeded(params: SamplingParams, *parts: object) -> SamplingParams:
+    """`params` with a seed that these parts decide, on every machine alike."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=7).digest()
+    return replace(params, seed=int.from_bytes(digest, "big"))
+
+
+def _summary(reports: Sequence[StepReport]) -> dict[str, float]:
+    """One step's optimizer steps as metrics: means, maxima where the name says so, and how many were skipped."""
+    taken = [report for report in reports if report.skipped is None]
+    found = {"train/skipped": float(len(reports) - len(taken)), "train/lr": reports[-1].lr}
+    if not taken:
+        return found
+    found["train/loss"] = sum(report.loss for report in taken) / len(taken)
+    found["train/grad_norm"] = sum(report.grad_norm for report in taken) / len(taken)
+    for name in taken[0].metrics:
+        values = [report.metrics[name] for report in taken]
+        found[f"train/{name}"] = max(values) if name.endswith("_max") else sum(values) / len(values)
+    return found
+
+
+def _count_skipped(reports: Sequence[StepReport], before: int, allowed: int, log: RunLog) -> int:
+    """Optimizer steps skipped in a row up to now. Raises TrainingError when there are more than `allowed`."""
+    for report in reports:
+        if report.skipped is None:
+            before = 0
+            continue
+        before += 1
+        log.warn(f"optimizer step skipped: {report.skipped}")
+        if before > allowed:
+            raise TrainingError(
+                f"train: {before} optimizer steps in a row had a {report.skipped}. The last checkpoint is intact. "
+                "Lower train.lr, look at the problem or weight it names, or raise train.max_skipped."
+            )
+    return before
+
+
+@contextmanager
+def _stop_requested() -> Iterator[threading.Event]:
+    """An event that SIGTERM sets: the step under way is finished and saved. Signals reach the main thread only."""
+    stopping = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stopping
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: stopping.set())
+    try:
+        yield stopping
+    finally:
+        signal.signal(signal.SIGTERM, before)
