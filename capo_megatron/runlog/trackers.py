@@ -40,7 +40,7 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError(
-                "log.tensorboard=true: needs the package tensorboard, which is not installed. "
+                f"log.tensorboard=true: needs the package tensorboard, which cannot be imported ({error}). "
                 "pip install tensorboard, or set log.tensorboard=false."
             ) from error
         self._make, self._folder = SummaryWriter, folder
@@ -67,8 +67,8 @@ class WeightsAndBiases:
             import wandb
         except ImportError as error:
             raise ConfigError(
-                f"log.wandb={project}: needs the package wandb, which is not installed. pip install wandb, "
-                "or set log.wandb=null."
+                f"log.wandb={project}: needs the package wandb, which cannot be imported ({error}). "
+                "pip install wandb, or set log.wandb=null."
             ) from error
         identity = hashlib.blake2b(str(output.resolve()).encode(), digest_size=8).hexdigest()
         try:
