@@ -42,7 +42,7 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     Raises ConfigError with one line per mistake.
     """
     tree = {} if path is None else _read(path)
-    path = path or Path("no file")
+    path = path or Path("command line")
     given = [_parse_override(text) for text in overrides]
     tree = _apply(_switch_algorithm(tree, given, path), given)
     return _validate(tree, given, path)

@@ -173,6 +173,11 @@ def test_an_empty_file_lists_what_must_be_given(config_file):
     assert [line.partition(":")[0] for line in refusal(load, config_file("")).splitlines()] == ["output", "model"]
 
 
+def test_without_a_file_all_comes_from_the_command_line():
+    assert load(None, ["output=runs/x", "model.path=m", "seed=3"]).seed == 3
+    assert refusal(load, None, ["model.path=m"]).endswith("expected text that is not empty. (command line)")
+
+
 def test_anchors_and_merge_keys_work(loaded):
     text = MINIMAL + "train: &t {lr: 0.5, steps: 9}\nwarmup: {<<: *t, steps: 5}\n"
     warmup = loaded(text=text).warmup
