@@ -143,16 +143,28 @@ def mixture_membership(
 ) -> NDArray[np.float64]:
     """[N] probability that each response belongs to the component with the larger mean, scale * Gamma(1 + 1/shape)."""
     value = np.asarray(prob, dtype=np.float64)
-    first = math.log(weight) + _weibull_logpdf(value, shape_1, scale_1)
-    second = math.log(1 - weight) + _weibull_logpdf(value, shape_2, scale_2)
-    share = np.exp(first - np.logaddexp(first, second))
+    parts = _Components(np.array([weight, shape_1, scale_1, shape_2, scale_2]), _log(value)).parts
+    share = np.exp(parts[0] - np.logaddexp(parts[0], parts[1]))
     first_is_high = math.log(scale_1) + math.lgamma(1 + 1 / shape_1) >= math.log(scale_2) + math.lgamma(1 + 1 / shape_2)
     return share if first_is_high else 1 - share
 
 
-def _weibull_logpdf(value: NDArray[np.float64], shape: float, scale: float) -> NDArray[np.float64]:
-    logs = np.log(np.maximum(value, 1e-300)) - math.log(scale)
-    return math.log(shape / scale) + (shape - 1) * logs - np.exp(np.minimum(shape * logs, 700.0))
+class _Components:
+    """The two weighted Weibull densities at N points, given the points' logarithms.
+
+    log(w_c f_c(x)) = log(w_c k_c / s_c) + (k_c - 1) log(x / s_c) - (x / s_c)^k_c
+    """
+
+    def __init__(self, params: NDArray[np.float64], logs: NDArray[np.float64]) -> None:
+        self.weight = np.array([[params[0]], [1 - params[0]]])
+        self.shape, self.scale = params[1::2, None], params[2::2, None]
+        self.ratio = logs - np.log(self.scale)  # [2, N]
+        self.power = np.exp(np.minimum(self.shape * self.ratio, 700.0))
+        self.parts = np.log(self.weight * self.shape / self.scale) + (self.shape - 1) * self.ratio - self.power
+
+
+def _log(value: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.log(np.maximum(value, 1e-300))
 
 
 def _fit_mixture(value: NDArray[np.float64]) -> tuple[float, ...] | None:
@@ -160,21 +172,19 @@ def _fit_mixture(value: NDArray[np.float64]) -> tuple[float, ...] | None:
     from scipy.optimize import minimize  # takes a third of a second to import, and only RPC needs it
 
     with np.errstate(all="ignore"):  # a line search may leave the range of floats and come back
-        found = minimize(_mixture_nll, MIXTURE_START, (value,), method="L-BFGS-B", jac=True, bounds=MIXTURE_BOUNDS)
+        found = minimize(
+            _mixture_nll, MIXTURE_START, (_log(value),), method="L-BFGS-B", jac=True, bounds=MIXTURE_BOUNDS
+        )
     return tuple(map(float, found.x)) if np.isfinite(found.x).all() and np.isfinite(found.fun) else None
 
 
-def _mixture_nll(params: NDArray[np.float64], value: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
-    """Negative log-likelihood of the mixture and its gradient."""
-    weight, shape_1, scale_1, shape_2, scale_2 = params
-    first = math.log(weight) + _weibull_logpdf(value, shape_1, scale_1)
-    second = math.log(1 - weight) + _weibull_logpdf(value, shape_2, scale_2)
-    total = np.logaddexp(first, second)
-    gradient = [0.0]
-    for part, shape, scale, sign in ((first, shape_1, scale_1, 1), (second, shape_2, scale_2, -1)):
-        share = np.exp(part - total)
-        logs = np.log(np.maximum(value, 1e-300)) - math.log(scale)
-        power = np.exp(np.minimum(shape * logs, 700.0))
-        gradient[0] -= sign * share.sum() / (weight if sign > 0 else 1 - weight)
-        gradient += [-(share * (1 / shape + logs - power * logs)).sum(), -(share * shape / scale * (power - 1)).sum()]
-    return -float(total.sum()), np.array(gradient)
+def _mixture_nll(params: NDArray[np.float64], logs: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
+    """Negative log-likelihood of the mixture at points with these logarithms, and its gradient."""
+    c = _Components(params, logs)
+    total = np.logaddexp(c.parts[0], c.parts[1])
+    share = np.exp(c.parts - total)
+    by_weight = share.sum(axis=1) / c.weight[:, 0]
+    by_shape = (share * (1 / c.shape + c.ratio * (1 - c.power))).sum(axis=1)
+    by_scale = (share * (c.power - 1) * c.shape / c.scale).sum(axis=1)
+    gradient = [by_weight[0] - by_weight[1], by_shape[0], by_scale[0], by_shape[1], by_scale[1]]
+    return -float(total.sum()), -np.array(gradient)
