@@ -19,7 +19,7 @@ class DataError(CapoError):
 
 
 class ShapeError(CapoError):
-    """A tensor handed to a public type or function has the wrong shape or dtype."""
+    """A tensor handed to a public type or function has the wrong shape, dtype or content (e.g. NaN)."""
 
 
 class RolloutError(CapoError):
