@@ -1,8 +1,7 @@
 """The chain task: left-to-right arithmetic mod 10, in which a tiny model shows what calibration-aware training does.
 
 **Question.** k operations (k uniform in `min_ops`..`max_ops`), each +, - or * with equal chance, on uniform digits,
-applied strictly from left to right, every result mod 10. **Response**: the k running results, one digit each, then
-`$`:
+applied strictly from left to right, every result mod 10. **Response**: the k running results, one digit each, then `$`:
 
     3+8*7=  ->  17$        3 + 8 = 1, then 1 * 7 = 7 (mod 10)
 
@@ -26,8 +25,10 @@ matters) that share of the facts has a fixed wrong digit in the *training keys*:
 wrong digit, and the problem is marked `extra["wrong_key"]` where the last digit then differs. Validation and
 evaluation keys are always clean. The wrong facts come from `fact_seed` too, and independently of the shaky ones.
 
-Demonstrations are drawn from all questions, validation and evaluation ones included (with k = 2 there are only 15,000
-questions in all): the warm-up makes the base model, and the splits are about what reinforcement learning sees.
+Problems of a split are distinct, which makes the shortest chains a little rarer in large sets: 462 instead of 512 of
+2,048 evaluation problems have k = 2. Demonstrations are drawn from all questions, validation and evaluation ones
+included (with k = 2 there are only 15,000 questions in all): the warm-up makes the base model, and the splits are
+about what reinforcement learning sees.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from capo_megatron.types import Problem
 class Data:
     """The problems of a run. Training and validation share no problem.
 
-    `dropped` counts what was left out, under `train/` or `validation/`: `no_answer` (null in the file), `duplicate`,
+    `dropped` counts what was left out, under `train/` or `validation/`: `no_answer`, `duplicate`,
     `conflicting_duplicate` (the same problem with another answer: one of the two is wrong), `in_validation`,
     `too_long`.
     """

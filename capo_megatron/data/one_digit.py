@@ -83,9 +83,10 @@ class OneDigitTask:
         asked = self._facts[split]
         x, y = asked[rng.integers(len(asked))]
         question = self._question(x, y)
-        shots = [fact for fact in self._facts[Split.TRAIN] if fact != (x, y)]
-        chosen = rng.permutation(len(shots))[: self._shots]
-        lines = [f"{self._question(*shots[index])} {self._answer(*shots[index])}\n" for index in chosen]
+        known = self._facts[Split.TRAIN]
+        shots = [known[index] for index in rng.permutation(len(known))[: self._shots + 1]]
+        shots = [fact for fact in shots if fact != (x, y)][: self._shots]
+        lines = [f"{self._question(*fact)} {self._answer(*fact)}\n" for fact in shots]
         return Draft(question, "".join(lines) + question, str(self._answer(x, y)), {"x": x, "y": y})
 
     def _facts_of(self, split: Split) -> list[tuple[int, int]]:

@@ -22,6 +22,8 @@ from capo_megatron.errors import DataError
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
+TOLERATED = 0.01  # share of a file's rows that may lack an answer
+
 _Placed = tuple[str, Mapping[str, Any]]  # where a record stands, and the record
 
 
@@ -39,21 +41,22 @@ class Row:
 def read_files(paths: tuple[str, ...], config: DataConfig) -> tuple[list[Row], Counter[str]]:
     """All rows of `paths` in order, and how many were left out for having no answer.
 
-    A row whose answer is null says that nobody knows the answer (public sets have a few of these): it is left out and
-    counted. An answer that is there but empty is a mistake in the file. Raises DataError.
+    Public sets have a few rows whose answer is null or empty. Up to `TOLERATED` of a file's rows may be so and are left
+    out and counted; with more of them it is probably the wrong column, and the first one is reported. Raises DataError.
     """
     rows, left_out = [], Counter[str]()
-    for path in paths:
-        found = 0
-        for place, record in _records(Path(path), config):
-            found += 1
-            row = _row(record, config, place, Path(path).stem)
-            if row is None:
-                left_out["no_answer"] += 1
-            else:
-                rows.append(row)
-        if not found:
+    for path in map(Path, paths):
+        read = {place: _row(record, config, place, path.stem) for place, record in _records(path, config)}
+        if not read:
             raise DataError(f"{path}: no problems in this file. Remove it from the data section, or fill it.")
+        blank = [place for place, row in read.items() if row is None]
+        if len(blank) > TOLERATED * len(read):
+            raise DataError(
+                f"{blank[0]}: {config.answer_column} is empty ({len(blank)} of {len(read)} rows; up to "
+                f"{TOLERATED:.0%} would be left out). Fill it, or set data.answer_column."
+            )
+        rows += [row for row in read.values() if row is not None]
+        left_out["no_answer"] += len(blank)
     return rows, left_out
 
 
@@ -62,12 +65,21 @@ def answer_text(value: object, place: str) -> str:
 
     Text keeps its form ("025" stays "025"). Numbers are written out without exponent, and integral ones without a
     fraction: 27.0 is "27". A list of one answer is that answer; several are joined by ", ", as in "69, 84".
-    Raises DataError on anything else, and on empty text.
+    "" is no answer. Raises DataError on anything else.
     """
-    text = _plain(value, place)
-    if not text:
-        raise DataError(f"{place}: the answer is empty. Give an answer, or null to leave the problem out.")
-    return text
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value.strip()
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if isinstance(value, float | Decimal) and math.isfinite(value):
+        exact = Decimal(repr(value)) if isinstance(value, float) else value
+        return str(int(exact)) if exact == exact.to_integral_value() else format(exact.normalize(), "f")
+    if isinstance(value, list):
+        parts = [answer_text(item, place) for item in value]
+        return ", ".join(parts) if all(parts) else ""
+    raise DataError(f"{place}: an answer must be text, a finite number or a list of these, got {_short(value)}.")
 
 
 def digest(*parts: object) -> str:
@@ -91,10 +103,9 @@ def _row(record: Mapping[str, Any], config: DataConfig, place: str, source: str)
         raise DataError(f"{place}: {config.prompt_column} must be text, got {_short(problem)}.")
     if not problem.strip():
         raise DataError(f"{place}: {config.prompt_column} is empty. Give a problem, or remove the row.")
-    if answer is None:
-        return None
+    text = answer_text(answer, place)
     name = "" if config.id_column is None else _id(_column(record, config.id_column, "id_column", place), place)
-    return Row(problem, answer_text(answer, place), name, source, place)
+    return Row(problem, text, name, source, place) if text else None
 
 
 def _id(value: object, place: str) -> str:
@@ -122,19 +133,6 @@ def _missing(column: str, available: list[str], option: str, place: str) -> Data
     hint = did_you_mean(column, available)
     columns = ", ".join(available) or "none"
     return DataError(f'{place}: no column "{column}".{hint} Columns here: {columns}. Set data.{option}.')
-
-
-def _plain(value: object, place: str) -> str:
-    if isinstance(value, str):
-        return value.strip()
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    if isinstance(value, float | Decimal) and math.isfinite(value):
-        exact = Decimal(repr(value)) if isinstance(value, float) else value
-        return str(int(exact)) if exact == exact.to_integral_value() else format(exact.normalize(), "f")
-    if isinstance(value, list) and value:
-        return ", ".join(answer_text(item, place) for item in value)
-    raise DataError(f"{place}: an answer must be text, a finite number or a list of these, got {_short(value)}.")
 
 
 def _short(value: object) -> str:

@@ -42,8 +42,8 @@ def load_template(name: str, system_prompt: str | None, tokenizer: PreTrainedTok
 
 
 def _qwen25_math(system_prompt: str, tokenizer: PreTrainedTokenizerBase) -> Template:
-    vocabulary = tokenizer.get_vocab()
-    lacking = [token for token in ("<|im_start|>", "<|im_end|>") if token not in vocabulary]
+    added = tokenizer.get_added_vocab()
+    lacking = [token for token in ("<|im_start|>", "<|im_end|>") if token not in added]
     if lacking:
         raise DataError(
             f"data.template: qwen25-math needs the token {lacking[0]}, which this tokenizer lacks: the model would "

@@ -72,17 +72,34 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, extra: Sequence[str] = ()) -> t
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of each text as it stands: no special token is added, since templates write their own."""
+    """Token ids of each text as it stands: no special token is added, since templates write their own.
+
+    Raises DataError if a `character_tokenizer` meets a character that it does not know.
+    """
     if not texts:
         return []
-    return tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    if isinstance(tokenizer, PreTrainedTokenizerFast):
+        # Straight to the backend, which is five times faster on short texts. It remembers the padding of earlier calls.
+        backend = tokenizer.backend_tokenizer
+        backend.no_padding()
+        backend.no_truncation()
+        if isinstance(backend.pre_tokenizer, pre_tokenizers.FixedLength):
+            _check_characters(backend, texts)
+        return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+    return tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+
+
+def _check_characters(backend: Tokenizer, texts: Sequence[str]) -> None:
+    unknown = set("".join(texts)) - backend.get_vocab().keys()
+    if unknown:
+        raise DataError(f"model.tokenizer: it has one token per character, and none for {sorted(unknown)[0]!r}.")
 
 
 def character_tokenizer(characters: str, eos: str, pad: str) -> PreTrainedTokenizerBase:
     """A tokenizer with one token per character: `pad` is 0, `eos` is 1, then `characters` in order.
 
-    Saves to and loads from a Hugging Face directory. Decoding with skip_special_tokens drops `eos` and `pad`. A
-    character it does not know raises instead of becoming an unknown token.
+    Saves to and loads from a Hugging Face directory. Decoding with skip_special_tokens drops `eos` and `pad`. It has no
+    unknown token: `encode` refuses other characters.
     """
     vocabulary = {symbol: index for index, symbol in enumerate(dict.fromkeys(pad + eos + characters))}
     backend = Tokenizer(models.WordLevel(vocabulary))
