@@ -6,7 +6,7 @@ Nothing is written before the config, the layout, the tokenizer, the problems an
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,20 +15,35 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, Qwen2Config
 
 from capo_megatron.algorithms import build as build_algorithm
-from capo_megatron.config import RunConfig, dump
-from capo_megatron.data import ShuffledSource, check_tokenizer, load_data, make_task, stop_ids, tokenizer_for
+from capo_megatron.config import RunConfig, describe_batch, dump
+from capo_megatron.data import (
+    ShuffledSource,
+    check_tokenizer,
+    encode,
+    load_data,
+    load_problems,
+    load_template,
+    make_task,
+    stop_ids,
+    tokenizer_for,
+)
+from capo_megatron.errors import DataError
+from capo_megatron.evaluation.run import evaluate, summarise, write_records
 from capo_megatron.mcore import runtime
 from capo_megatron.mcore.checkpoint import DistCheckpointStore
 from capo_megatron.mcore.hf_files import DirectorySource, WeightSource, hf_config, save_hf
 from capo_megatron.mcore.hf_weights import RandomSource
+from capo_megatron.mcore.memory import estimate
 from capo_megatron.mcore.model import DTYPES, ModelShape, check_layout, read_shape
 from capo_megatron.mcore.policy import MegatronPolicy
 from capo_megatron.mcore.runtime import Runtime
 from capo_megatron.rewards import build_reward
+from capo_megatron.rollout.collect import gather_or_raise, share_of
 from capo_megatron.rollout.transformers import TransformersEngine
-from capo_megatron.runlog import RunLog
+from capo_megatron.runlog import RunLog, make_folder
 from capo_megatron.seams import SamplingParams
 from capo_megatron.trainer import Parts, train
+from capo_megatron.types import EvalRecord, Problem
 from capo_megatron.warmup import is_made, sign, train_config, warm_up
 
 Say = Callable[[str], None]
@@ -63,6 +78,95 @@ def run_training(config: RunConfig, say: Say) -> int:
         finally:
             reward.close()
             log.close()
+
+
+def run_sampling(config: RunConfig, questions: Sequence[str], problems: int, samples: int, say: Say) -> None:
+    """Show `samples` responses to each question, or to the first validation problems if there are none."""
+    with ranks(config) as team:
+        model = load_model(config, team, say)
+        if questions:
+            template = load_template(config.data.template, config.data.system_prompt, model.tokenizer)
+            prompts = [template(question) for question in questions]
+            found = [
+                Problem(f"prompt-{index}", prompt, tuple(ids), "")
+                for index, (prompt, ids) in enumerate(zip(prompts, encode(model.tokenizer, prompts), strict=True))
+            ]
+        else:
+            found = _held_out(config, model)[:problems]
+        engine, _ = model.trained_engine()
+        mine = [found[index] for index in share_of(len(found), engine.share)]
+        for part in team.gather(engine.generate(mine, samples, model.sampling)):
+            for problem, group in zip(found, part, strict=False):
+                for sample in group:
+                    _say_once(say, team, f"{problem.prompt}\n-> {sample.text}{' ...' if sample.truncated else ''}\n")
+            found = found[len(part) :]
+
+
+def run_evaluation(config: RunConfig, request: EvaluationRequest, say: Say) -> Path:
+    """Sample and grade held-out problems, write the records and show accuracy and calibration; the records' file."""
+    with ranks(config) as team:
+        model = load_model(config, team, say)
+        problems = _evaluation_problems(config, model, request)
+        engine, step = model.trained_engine(request.base, request.step)
+        params = replace(model.sampling, temperature=config.eval.temperature)
+        reward = build_reward(config.reward)
+        try:
+            records = evaluate(
+                engine,
+                reward,
+                problems,
+                request.samples or config.eval.samples,
+                params,
+                team,
+                model.pad_id,
+                model="base" if request.base else config.algorithm.kind,
+                step=step,
+            )
+        finally:
+            reward.close()
+        path = request.records or Path(config.output) / "eval" / f"{'base' if request.base else f'step_{step:06d}'}.jsonl"
+        gather_or_raise(team, lambda: _save_records(path, records) if team.rank == 0 else None)
+        summary = "  ".join(f"{name} {value:.4g}" for name, value in summarise(records).items())
+        _say_once(say, team, f"{summary}\nrecords: {path}")
+        return path
+
+
+def _save_records(path: Path, records: Sequence[EvalRecord]) -> None:
+    make_folder(path.parent)
+    write_records(path, records)
+
+
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """What to evaluate beyond what the config says."""
+
+    samples: int | None = None  # per problem; default: eval.samples
+    problems: int | None = None  # at most so many
+    base: bool = False  # the model before training
+    step: int | None = None  # which checkpoint; default: the latest
+    benchmarks: tuple[str, ...] = ()  # problem files instead of the run's own held-out problems
+    records: Path | None = None  # where to write; default: eval/ in the run's folder
+
+
+def describe(config: RunConfig, world: int) -> list[str]:
+    """What a config means, as lines for a person: layout, batch arithmetic, memory. Starts nothing, writes nothing.
+
+    Raises the same errors as a run would that come from the config, the model's shape, the tokenizer or the problems.
+    """
+    config.check(world)
+    shape = shape_of(config)
+    check_layout(shape, config.parallel)
+    build_algorithm(config.algorithm)
+    tokenizer = tokenizer_for(config.model, config.data)
+    check_tokenizer(tokenizer, shape.vocab_size)
+    problems = load_data(config.data, tokenizer, config.seed)
+    layout = runtime.Layout.of(config.parallel, world)
+    dtype = DTYPES[config.model.dtype]
+    return [
+        *describe_batch(config, world),
+        f"problems      {len(problems.train):,} for training, {len(problems.validation):,} for validation",
+        *estimate(shape, layout, dtype, config.train, config.parallel.distributed_optimizer),
+    ]
 
 
 @contextmanager
@@ -123,6 +227,18 @@ class Model:
             policy.load(self.weights)
         return policy
 
+    def trained_engine(self, base: bool = False, step: int | None = None) -> tuple[TransformersEngine, int]:
+        """An engine with the weights of a checkpoint of the run, and its step; without one, the model before training."""
+        policy = self.policy()
+        reached = 0
+        if not base:
+            store = DistCheckpointStore(Path(self.config.output), self.team)
+            found = store.load(policy, step)
+            reached = found[0] if found else 0
+        engine = self.engine()
+        engine.load_weights(policy.hf_weights(), policy.version)
+        return engine, reached
+
     def engine(self) -> TransformersEngine:
         """An engine of this shape, without weights; the ranks share the problems."""
         config = Qwen2Config(**hf_config(self.shape, self.config.model.dtype))
@@ -151,6 +267,27 @@ def _sampling(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Sampling
         stop_ids=stop_ids(tokenizer, (*rollout.stop, *task_stop)),
         seed=config.seed,
     )
+
+
+def _held_out(config: RunConfig, model: Model) -> list[Problem]:
+    """Problems that no training has seen: the validation problems, or a task's first evaluation problems."""
+    found = load_data(config.data, model.tokenizer, config.seed).validation
+    if not found and config.data.task:
+        found = make_task(config.data, model.tokenizer, config.seed).evaluation_problems(64)
+    return found
+
+
+def _evaluation_problems(config: RunConfig, model: Model, request: EvaluationRequest) -> list[Problem]:
+    """A task's evaluation problems, or those of the benchmark files, or the validation problems of the run's files."""
+    if request.benchmarks:
+        problems, _ = load_problems(request.benchmarks, config.data, model.tokenizer)
+    elif config.data.task:
+        return make_task(config.data, model.tokenizer, config.seed).evaluation_problems(request.problems or 512)
+    else:
+        problems = load_data(config.data, model.tokenizer, config.seed).validation
+    if not problems:
+        raise DataError("eval: no problems. Name files with --benchmark, or set data.validation.")
+    return problems[: request.problems]
 
 
 # --- the base model -----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -110,18 +111,17 @@ def _eval(options: argparse.Namespace) -> int:
     config = _load(options)
     if _starts_ranks(options):
         return _start_ranks(options.nproc, options.arguments)
-    from capo_megatron.assemble import run_evaluation
+    from capo_megatron.assemble import EvaluationRequest, run_evaluation
 
-    run_evaluation(
-        config,
+    request = EvaluationRequest(
         samples=options.n,
         problems=options.problems,
         base=options.base,
         step=options.step,
-        benchmarks=options.benchmark or [],
+        benchmarks=tuple(options.benchmark or ()),
         records=options.output,
-        say=_say,
     )
+    run_evaluation(config, request, _say)
     return 0
 
 
@@ -129,8 +129,8 @@ def _doctor(_: argparse.Namespace) -> int:
     from capo_megatron.doctor import examine
 
     report = examine()
-    _say(report.text())
-    return 2 if report.bad else 0
+    report.print()
+    return report.exit_code
 
 
 # --- targets and ranks --------------------------------------------------------------------------------------------------
@@ -166,6 +166,7 @@ def _start_ranks(count: int, arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the failing rank has said it
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     launch = LaunchConfig(

@@ -26,6 +26,7 @@ def describe(batch: RolloutBatch, signals: Signals, advantages: Tensor, kept: Te
         reference/ppl_{correct,wrong}_{q25,q50,q75}       perplexity of the answered rows under the reference model
         mask/dropped_correct, mask/dropped_wrong          mean share of an answered row's tokens that the masks remove
         advantage/abs_mean, advantage/zero_groups         over response tokens; share of groups that train nothing
+        policy/entropy                                    of the sampling policy, per response token, in nats
         engine/gap_median, engine/gap_p99, engine/gap_max of exp |old - sampler log-prob| over response tokens
 
     Raises ShapeError if an old or reference log-prob of a response token is not finite.
@@ -42,6 +43,8 @@ def describe(batch: RolloutBatch, signals: Signals, advantages: Tensor, kept: Te
     dropped = (mask & ~kept).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
     for name, rows in classes.items():
         found |= _mean(f"mask/dropped_{name}", dropped[rows])
+    if signals.old_entropy is not None:
+        found |= _mean("policy/entropy", signals.old_entropy[mask])
     return found | _advantages(batch, advantages, kept) | _engine_gap(batch, signals)
 
 

@@ -61,8 +61,9 @@ def train(config: RunConfig, parts: Parts) -> int:
         log.step(0, _validate(config, parts, 0))
     with _stop_requested() as stopping:
         while step < config.train.steps and not team.any(stopping.is_set()):
-            with log.phase("rollout"):
+            with log.phase("rollout") as phase:
                 rollout = _sample(config, parts, step)
+                phase.tokens = rollout.sampled
             batch = rollout.batch
             with log.phase("score", tokens=int(batch.response_mask.sum())):
                 signals = _score(policy, algorithm, rollout)

@@ -77,7 +77,7 @@ def warm_up(
         examples = task.demonstrations(config.batch, step)
         prompts = encode(tokenizer, [example.prompt for example in examples])
         responses = encode(tokenizer, [example.response for example in examples])
-        batch = batch_from_sequences(list(zip(prompts, responses, strict=True)))
+        batch = batch_from_sequences(list(zip(prompts, responses, strict=True)), pad_id=tokenizer.pad_token_id or 0)
         nothing = torch.zeros(batch.response_mask.shape)
         weights = reduction_weights(batch.response_mask, "token-mean").float()
         report = policy.train_step(TrainBatch(batch, Signals(nothing), nothing, weights), cross_entropy)

@@ -4,3 +4,5 @@ import warnings
 
 # Megatron-core warns on import about every optional CUDA library that is absent; `doctor` reports those on request.
 warnings.filterwarnings("ignore", module=r"megatron\..*")
+# Megatron-core calls collectives by the names they had before torch 2.13.
+warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)

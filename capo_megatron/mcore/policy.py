@@ -245,8 +245,9 @@ class MegatronPolicy:
     def describe(self) -> dict[str, Any]:
         """JSON values that identify the model and the layout."""
         layout = self._layout
+        irrelevant = ("name", "initializer_range")  # for what a checkpoint's tensors mean
         return {
-            "model": asdict(self._shape),
+            "model": {key: value for key, value in asdict(self._shape).items() if key not in irrelevant},
             "layout": {
                 "tensor": layout.tensor,
                 "pipeline": layout.pipeline,

@@ -15,7 +15,7 @@ HEADLINE = {
     "calibration/auc_mean": ("auc", ".3f"),
     "response/length": ("len", ".0f"),
     "train/loss": ("loss", ".3g"),
-    "train/entropy": ("entropy", ".3f"),
+    "policy/entropy": ("entropy", ".3f"),
     "train/grad_norm": ("grad", ".3g"),
     "train/lr": ("lr", ".2g"),
     "engine/gap_median": ("gap", ".4f"),
