@@ -17,7 +17,8 @@ from capo_megatron.types import Problem
 
 
 class GymTask:
-    """One reasoning-gym task. `Problem.extra`: rg_task (its name), rg_entry (the entry as JSON values, for its scorer).
+    """One reasoning-gym task. `Problem.extra`: rg_task (its name), rg_config (its options) and rg_entry (the entry as JSON
+    values): what its scorer needs.
 
     `Problem.answer` is the entry's own answer, "" where the task has many right answers and only its scorer knows.
     Raises DataError for an unknown task or option, and for a task whose scorer does not survive entries made of JSON
@@ -67,7 +68,7 @@ class GymTask:
         for index in range(size):
             entry = dataset[index]
             answer = "" if entry["answer"] is None else str(entry["answer"])
-            extra = {"rg_task": self._task, "rg_entry": _json_values(entry)}
+            extra = {"rg_task": self._task, "rg_config": self._options, "rg_entry": _json_values(entry)}
             yield Draft(entry["question"], self._template(entry["question"]), answer, extra)
 
     def _dataset(self, seed: int, size: int) -> Any:

@@ -46,7 +46,7 @@ class OneDigitTask:
     """One-digit sums or products. `Problem.extra`: x, y. `Problem.answer`: the integer as text."""
 
     name = "one_digit"
-    reward = "exact"
+    reward = "task"
     stop: tuple[str, ...] = ("\n",)
 
     def __init__(self, options: OneDigitOptions, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:

@@ -23,7 +23,7 @@ def gym(name: str, seed: int = 0, template: str = "plain", **options: object) ->
 @pytest.mark.parametrize("operation", ["add", "multiply"])
 def test_one_digit_prompts_are_right_examples_and_an_open_question(operation: str) -> None:
     task = one_digit(operation=operation)
-    assert (task.reward, task.stop) == ("exact", ("\n",))
+    assert (task.reward, task.stop) == ("task", ("\n",))
     for problem in task.train_problems(100):
         *shots, question = problem.prompt.split("\n")
         assert len(set(shots)) == 3
@@ -80,6 +80,7 @@ def test_gym_problems_can_be_graded_from_their_json_entry() -> None:
         for problem in gym(name).train_problems(3):
             assert problem.extra == json.loads(json.dumps(problem.extra))
             entry = problem.extra["rg_entry"]
+            assert problem.extra["rg_config"] == {}
             assert (problem.source, problem.extra["rg_task"]) == (f"reasoning_gym/{name}", name)
             assert (problem.prompt, problem.answer) == (entry["question"], entry["answer"])
             assert reasoning_gym.get_score_answer_fn(name)(problem.answer, entry) == 1.0
@@ -94,6 +95,7 @@ def test_gym_prompts_go_through_the_template() -> None:
 def test_gym_options_reach_the_generator() -> None:
     for problem in gym("chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=1).train_problems(20):
         assert problem.extra["rg_entry"]["metadata"]["num_terms"] == 2
+        assert problem.extra["rg_config"] == {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
 
 def test_gym_splits_are_disjoint_and_seeded() -> None:
