@@ -5,7 +5,6 @@ from capo_megatron.data.source import ShuffledSource
 from capo_megatron.data.splits import Demonstration
 from capo_megatron.data.tasks import Task, make_task, tokenizer_for
 from capo_megatron.data.templates import load_template
-from capo_megatron.data.templates import load_template
 from capo_megatron.data.tokenizer import check_tokenizer, encode, load_tokenizer, stop_ids
 
 __all__ = [
@@ -17,7 +16,6 @@ __all__ = [
     "encode",
     "load_data",
     "load_problems",
-    "load_template",
     "load_template",
     "load_tokenizer",
     "make_task",

@@ -17,9 +17,9 @@ from capo_megatron.types import Problem
 
 
 class GymTask:
-    """One reasoning-gym task. `Problem.extra`: rg_task (its name), rg_config (its options) and rg_entry (the entry as JSON
-    values): what its scorer needs.
+    """One reasoning-gym task.
 
+    `Problem.extra` has what its scorer needs: rg_task (name), rg_config (options) and rg_entry (entry as JSON values).
     `Problem.answer` is the entry's own answer, "" where the task has many right answers and only its scorer knows.
     Raises DataError for an unknown task or option, and for a task whose scorer does not survive entries made of JSON
     values.
