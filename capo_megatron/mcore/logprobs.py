@@ -3,25 +3,25 @@
     z = hidden @ weight.T / temperature          logits over the true vocabulary
     log p(y) = z_y - logsumexp(z)                H = -sum_j p_j log p_j          top-k: the k largest log p_j
 
-The [tokens, vocabulary] logits never exist. They are made in *tiles*: all tokens times a slice of the vocabulary, in
-one buffer that holds no more float32 numbers than `chunk_tokens` whole rows of logits. Forward keeps a running maximum
-and sum per token (the online softmax), which merge over tiles and over tensor-parallel ranks by the same rule. Backward
-makes each tile anew, turns it in place into the gradient of the logits, and finishes that slice of the weight's
-gradient in a single matrix product: nothing is accumulated over tiles but the gradient of `hidden`, in float32.
-
-Slicing the vocabulary rather than the tokens is what makes the gradient of a bfloat16 weight as exact as that of one
-plain matrix product, without a float32 copy of it.
+The [tokens, vocabulary] logits never exist. They are made in *tiles*: all tokens times a slice of the vocabulary.
+Forward keeps a running maximum and sum per token (the online softmax), which merge over tiles and over tensor-parallel
+ranks by the same rule. Backward makes each tile anew, or finds it among the few that memory allowed to keep, turns it
+into the gradient of the logits, and finishes that slice of the weight's gradient in a single matrix product. So nothing
+is accumulated over tiles but the gradient of `hidden`, in float32, and the gradient of a bfloat16 weight is as exact as
+that of one plain product, without a float32 copy of it: the reason to slice the vocabulary rather than the tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from capo_megatron.errors import ConfigError, ShapeError
 from capo_megatron.types import PolicyOutputs, TopK
@@ -56,7 +56,7 @@ def target_outputs(
     probability, unlike in Megatron's own loss.
 
     Precision: the matrix product yields the model's dtype, as in Megatron's forward, and everything after it is
-    float32 (float64 for float64). On CPU, where bfloat16 products are up to 30 times slower than float32 ones, the
+    float32 (float64 for float64). On CPU, where bfloat16 products can be 20 times slower than float32 ones, the
     product is taken in float32 and then rounded to the model's dtype.
 
     Gradients flow from all three outputs to `hidden` and `weight`; work for outputs without a gradient is skipped. The
@@ -64,8 +64,10 @@ def target_outputs(
     having fed `hidden` through `copy_to_tensor_model_parallel_region` (its backward all-reduces) or the
     sequence-parallel gather (its backward reduce-scatters). Without gradients nothing is kept.
 
-    Memory beyond inputs, outputs and gradients: about `chunk_tokens` rows of this rank's logits in float32 (a
-    half-precision copy besides, for models in half precision), but at least 256 columns of [M, 256].
+    Memory beyond inputs, outputs and gradients: at most `chunk_tokens` rows of this rank's logits in float32 (or
+    [M, 1024], if that is more), of which half or more may stay from forward to backward and save that share of the
+    recomputation: more `chunk_tokens` is faster, all of M recomputes little. Half-precision products and the top-k
+    need a tile or two besides.
 
     Raises ShapeError for inputs that do not fit together or a target outside [0, vocab_size), ConfigError for a
     temperature that is not positive.
@@ -74,7 +76,7 @@ def target_outputs(
     _check(hidden, weight, targets, vocab_size, top_k, ranks)
     if not temperature > 0:
         raise ConfigError(
-            f"temperature: {temperature} has no log-probs, only values > 0 have. Use the temperature of sampling, or 1."
+            f"temperature: {temperature} gives no log-probs, only values > 0 do. Use the temperature of sampling, or 1."
         )
     first = rank * weight.shape[0]
     rows = min(max(vocab_size - first, 0), weight.shape[0])
@@ -82,10 +84,8 @@ def target_outputs(
     head = _Head(first, rows, vocab_size, temperature, entropy, top_k, group if ranks > 1 else None, width, kept)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         logprobs, spread, ids, top = _TargetOutputs.apply(hidden, weight, targets, head)
-    else:
-        found = _outputs(hidden, weight, targets, head._replace(kept=0), [])
-        logprobs, spread, ids, top = found.logprobs, found.entropy, found.top_ids, found.top_logprobs
-    return PolicyOutputs(logprobs, spread, TopK(ids, top) if top_k else None)
+        return PolicyOutputs(logprobs, spread, TopK(ids, top) if top_k else None)
+    return _outputs(hidden, weight, targets, head._replace(kept=0), [])[0]
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, top_k: int, ranks: int) -> None:
@@ -130,7 +130,7 @@ class _Head(NamedTuple):
 def _tiling(tokens: int, rows: int, chunk_tokens: int, buffers: int, device: torch.device) -> tuple[int, int]:
     """Rows of a tile, and how many tiles can be kept; `buffers` [tokens, width] are in use at one time."""
     budget = max(chunk_tokens * rows, _SMALL_COLUMNS * tokens)
-    numbers = budget // (2 * buffers)
+    numbers = budget // (4 * buffers)
     if device.type == "cpu":
         numbers = min(numbers, _CPU_NUMBERS)
     width = max(numbers // max(1, tokens), _NARROWEST)
@@ -156,9 +156,6 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
-# --- forward --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class _Seen:
     """What is known of each token's softmax after some part of the vocabulary. Sums are of exp(z - peak)."""
@@ -167,34 +164,35 @@ class _Seen:
     total: Tensor  # [M] sum of exp(z - peak)
     target: Tensor  # [M] the target's logit, 0 while it was not met
     moment: Tensor | None  # [M] sum of exp(z - peak) * (z - peak)
-    top: Tensor | None  # [M, k] largest logits, largest first
-    ids: Tensor | None  # [M, k] int64
+    top: TopK | None  # [M, k] largest logits (not log-probs yet), largest first, and their global ids
 
     def merge(self, other: _Seen) -> _Seen:
         """Both parts together; `other` holds the higher ids."""
         peak = torch.maximum(self.peak, other.peak)
         here, there = self.peak - peak, other.peak - peak
         mine, yours = here.exp(), there.exp()
-        moment = top = ids = None
+        moment = top = None
         if self.moment is not None and other.moment is not None:
             moment = mine * (self.moment + here * self.total) + yours * (other.moment + there * other.total)
-        if self.top is not None and self.ids is not None and other.top is not None and other.ids is not None:
-            top, order = torch.cat((self.top, other.top), 1).sort(dim=1, descending=True, stable=True)
-            top, order = top[:, : self.top.shape[1]], order[:, : self.top.shape[1]]
-            ids = torch.cat((self.ids, other.ids), 1).gather(1, order)
-        return _Seen(peak, mine * self.total + yours * other.total, self.target + other.target, moment, top, ids)
+        if self.top is not None and other.top is not None:
+            ids = torch.cat((self.top.ids, other.top.ids), 1)
+            top = _best(torch.cat((self.top.logprobs, other.top.logprobs), 1), ids, self.top.ids.shape[1])
+        return _Seen(peak, mine * self.total + yours * other.total, self.target + other.target, moment, top)
 
 
-class _Found(NamedTuple):
-    logprobs: Tensor
-    entropy: Tensor | None
-    top_ids: Tensor | None
-    top_logprobs: Tensor | None
-    normalizer: Tensor  # [M] logsumexp of the logits
+def _best(values: Tensor, ids: Tensor, k: int) -> TopK:
+    """The k largest values of each row, the earlier first among equals."""
+    values, order = values.sort(dim=1, descending=True, stable=True)
+    return TopK(ids.gather(1, order[:, :k]), values[:, :k])
 
 
-def _outputs(hidden: Tensor, weight: Tensor, targets: Tensor, head: _Head, kept: list[Tensor]) -> _Found:
-    """The outputs; the first `head.kept` tiles are appended to `kept`, each followed by its peaks."""
+def _outputs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, head: _Head, kept: list[Tensor]
+) -> tuple[PolicyOutputs, Tensor]:
+    """The outputs and the logsumexp [M] of the logits.
+
+    The first `head.kept` tiles are appended to `kept`, each followed by its peaks.
+    """
     seen: _Seen | None = None
     for number, rows in enumerate(head.tiles()):
         logits = _logits(hidden, weight[rows], head.temperature)
@@ -203,19 +201,12 @@ def _outputs(hidden: Tensor, weight: Tensor, targets: Tensor, head: _Head, kept:
             kept += [logits, part.peak]
         del logits  # before the next tile is made
         seen = part if seen is None else seen.merge(part)
-    if seen is None:
-        seen = _nothing_seen(hidden, head)
-    if head.group is not None:
-        seen = _merge_ranks(seen, head.group)
+    seen = _merge_ranks(seen or _nothing_seen(hidden, head), head.group)
     spread = seen.total.log()
     normalizer = seen.peak + spread
-    return _Found(
-        seen.target - normalizer,
-        None if seen.moment is None else spread - seen.moment / seen.total,
-        seen.ids,
-        None if seen.top is None else seen.top - normalizer[:, None],
-        normalizer,
-    )
+    entropy = None if seen.moment is None else spread - seen.moment / seen.total
+    top = None if seen.top is None else TopK(seen.top.ids, seen.top.logprobs - normalizer[:, None])
+    return PolicyOutputs(seen.target - normalizer, entropy, top), normalizer
 
 
 def _look(logits: Tensor, targets: Tensor, first: int, head: _Head) -> _Seen:
@@ -226,13 +217,13 @@ def _look(logits: Tensor, targets: Tensor, first: int, head: _Head) -> _Seen:
     peak = logits.amax(1)
     columns, inside = _columns(targets, first, logits.shape[1])
     target = torch.where(inside, logits.gather(1, columns[:, None])[:, 0], 0.0)
-    top, ids = _top(logits, first, head) if head.top_k else (None, None)
+    top = _top(logits, first, head) if head.top_k else None
     logits.sub_(peak[:, None])
     if not head.entropy:
-        return _Seen(peak, logits.exp_().sum(1), target, None, top, ids)
+        return _Seen(peak, logits.exp_().sum(1), target, None, top)
     powers = logits.exp()
     total = powers.sum(1)
-    return _Seen(peak, total, target, powers.mul_(logits).sum(1), top, ids)
+    return _Seen(peak, total, target, powers.mul_(logits).sum(1), top)
 
 
 def _columns(ids: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
@@ -242,55 +233,49 @@ def _columns(ids: Tensor, first: int, width: int) -> tuple[Tensor, Tensor]:
     return clamped, clamped == columns
 
 
-def _top(logits: Tensor, first: int, head: _Head) -> tuple[Tensor, Tensor]:
+def _top(logits: Tensor, first: int, head: _Head) -> TopK:
     """The tile's `top_k` largest logits and their global ids, equal logits by ascending id.
 
     `topk` promises the values, but not which of several equal ones it picks. So the ids above the k-th value are taken
-    from it, and those equal to the k-th value by a second search for the lowest ids.
+    from it, and those equal to the k-th value from a second search, for the lowest ids.
     """
-    width = logits.shape[1]
+    width, low = logits.shape[1], torch.finfo(logits.dtype).min
     k = min(head.top_k, width)
     values, columns = logits.topk(k, dim=1)
     last = values[:, -1:]
-    rank_of = torch.arange(width, 0, -1, dtype=logits.dtype, device=logits.device)  # exact: ids stay below 2**24
-    ranked, ties = torch.where(logits == last, rank_of, 0.0).topk(k, dim=1)
-    low = torch.finfo(logits.dtype).min
-    above = torch.where(values > last, values, low)
-    equal = torch.where(ranked > 0, last, low)
+    backwards = torch.arange(width, 0, -1, dtype=logits.dtype, device=logits.device)  # exact: widths are below 2**24
+    ranked, ties = torch.where(logits == last, backwards, 0.0).topk(k, dim=1)
+    values = torch.cat((torch.where(values > last, values, low), torch.where(ranked > 0, last, low)), 1)
     columns, order = torch.cat((columns, ties), 1).sort(dim=1)
-    values, best = torch.cat((above, equal), 1).gather(1, order).sort(dim=1, descending=True, stable=True)
-    ids = columns.gather(1, best[:, : head.top_k]) + first
-    values, short = values[:, : head.top_k], head.top_k - ids.shape[1]
-    if short > 0:
-        values = torch.nn.functional.pad(values, (0, short), value=low)
-        ids = torch.nn.functional.pad(ids, (0, short), value=head.vocab_size - 1)
-    return values, ids
+    best = _best(values.gather(1, order), columns + first, k)
+    short = (0, head.top_k - k)  # a tile may have fewer columns
+    return TopK(pad(best.ids, short, value=head.vocab_size - 1), pad(best.logprobs, short, value=low))
 
 
-def _nothing_seen(hidden: Tensor, head: _Head) -> _Seen:
-    """The part of a rank that holds padding only; it weighs nothing in a merge."""
-    tokens, dtype = hidden.shape[0], _compute_dtype(hidden)
-    low = torch.finfo(dtype).min
-    zero = hidden.new_zeros(tokens, dtype=dtype)
-    top = hidden.new_full((tokens, head.top_k), low, dtype=dtype) if head.top_k else None
-    ids = hidden.new_full((tokens, head.top_k), head.vocab_size - 1, dtype=torch.int64) if head.top_k else None
-    return _Seen(torch.full_like(zero, low), zero, zero, zero if head.entropy else None, top, ids)
+def _nothing_seen(like: Tensor, head: _Head) -> _Seen:
+    """No part of the vocabulary, e.g. the share of a rank that holds padding only; it weighs nothing in a merge."""
+    zero = like.new_zeros(like.shape[0], dtype=_compute_dtype(like))
+    peak = torch.full_like(zero, torch.finfo(zero.dtype).min)
+    logits = peak[:, None].repeat(1, head.top_k)
+    top = TopK(torch.full_like(logits, head.vocab_size - 1, dtype=torch.int64), logits) if head.top_k else None
+    return _Seen(peak, zero, zero, zero if head.entropy else None, top)
 
 
-def _merge_ranks(seen: _Seen, group: dist.ProcessGroup) -> _Seen:
+def _merge_ranks(seen: _Seen, group: dist.ProcessGroup | None) -> _Seen:
     """The parts of all ranks together: one collective, and one more for the ids of the top-k."""
-    fields = [seen.peak, seen.total, seen.target] + ([] if seen.moment is None else [seen.moment])
-    packed = torch.stack(fields, 1)
+    if group is None:
+        return seen
+    packed = torch.stack([seen.peak, seen.total, seen.target, *([] if seen.moment is None else [seen.moment])], 1)
+    sums = packed.shape[1]
     if seen.top is not None:
-        packed = torch.cat((packed, seen.top), 1)
-    ids = None if seen.ids is None else _gather(seen.ids, group)
-    merged: _Seen | None = None
+        packed = torch.cat((packed, seen.top.logprobs), 1)
+        ids = _gather(seen.top.ids, group)
+    everyone = []
     for rank, part in enumerate(_gather(packed, group)):
         moment = None if seen.moment is None else part[:, 3]
-        top = None if seen.top is None else part[:, len(fields) :]
-        theirs = _Seen(part[:, 0], part[:, 1], part[:, 2], moment, top, None if ids is None else ids[rank])
-        merged = theirs if merged is None else merged.merge(theirs)
-    return seen if merged is None else merged
+        top = None if seen.top is None else TopK(ids[rank], part[:, sums:])
+        everyone.append(_Seen(part[:, 0], part[:, 1], part[:, 2], moment, top))
+    return reduce(_Seen.merge, everyone)
 
 
 def _gather(tensor: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
@@ -300,22 +285,20 @@ def _gather(tensor: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
     return everyone.unbind(0)
 
 
-# --- backward -------------------------------------------------------------------------------------------------------
-
-
 class _TargetOutputs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, head: _Head
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         kept: list[Tensor] = []
-        found = _outputs(hidden, weight, targets, head, kept)
+        found, normalizer = _outputs(hidden, weight, targets, head, kept)
+        ids, top = (None, None) if found.topk is None else (found.topk.ids, found.topk.logprobs)
         ctx.set_materialize_grads(False)
         ctx.head = head
-        ctx.save_for_backward(hidden, weight, targets, found.normalizer, found.entropy, found.top_ids, *kept)
-        if found.top_ids is not None:
-            ctx.mark_non_differentiable(found.top_ids)
-        return found.logprobs, found.entropy, found.top_ids, found.top_logprobs
+        ctx.save_for_backward(hidden, weight, targets, normalizer, found.entropy, ids, *kept)
+        if ids is not None:
+            ctx.mark_non_differentiable(ids)
+        return found.logprobs, found.entropy, ids, top
 
     @staticmethod
     @once_differentiable
@@ -357,8 +340,7 @@ class _Slopes:
         target = None if by_logprob is None else by_logprob * scale
         top = None if by_top is None else by_top * scale
         logprob = None if by_entropy is None else by_entropy * -scale
-        parts = [] if target is None else [-target]
-        parts += [] if top is None else [-top.sum(1)]
+        parts = [-part for part in (target, None if top is None else top.sum(1)) if part is not None]
         parts += [] if logprob is None else [logprob * entropy]
         constant = sum(parts[1:], start=parts[0])
         return cls(target, top, constant[:, None], None if logprob is None else logprob[:, None])
