@@ -14,9 +14,6 @@ from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from capo_megatron.errors import DataError
 from capo_megatron.evaluation.calibration import bootstrap_interval, paired_auc
@@ -43,48 +40,47 @@ class Pair:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` found. `models` holds each model's `records.summarise`, the first model being the base."""
+    """What `compare` found; `str` of it is two Markdown tables."""
 
-    models: Mapping[str, Mapping[str, float]]
+    models: Mapping[str, Mapping[str, float]]  # name -> `records.summarise`, the base first
     pairs: tuple[Pair, ...]
 
-    def markdown(self) -> str:
-        """Both tables as Markdown."""
-        return "\n\n".join(_markdown(header, rows) for _, header, rows in self._tables())
-
-    def print(self, console: Console | None = None) -> None:
-        """Both tables, boxed, to a terminal or file."""
-        console = console or Console()
-        for title, header, rows in self._tables():
-            table = Table(title=title, title_justify="left")
-            for position, name in enumerate(header):
-                table.add_column(name, justify="left" if position == 0 else "right")
-            for row in rows:
-                table.add_row(*map(escape, row))
-            console.print(table, highlight=False)
-
-    def _tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
+    def __str__(self) -> str:
         base = next(iter(self.models))
         samples = {int(found["samples"]) for found in self.models.values()}
         n = str(samples.pop()) if len(samples) == 1 else "n"
-        header = ["model", f"accuracy (mean@{n})", f"pass@{n}", "AUC-mean", "mixed questions"]
-        header += [f"paired AUC, {base} -> model", "pooled AUC", "mean log-prob"]
+        header = [
+            "model",
+            f"mean@{n}",
+            f"pass@{n}",
+            "AUC-mean",
+            "mixed",
+            f"paired AUC vs {base}",
+            "pooled AUC",
+            "log-prob",
+        ]
         rows = [_row(name, found, self._pair(base, name)) for name, found in self.models.items()]
-        tables = [("± standard error over questions", header, rows)]
-        if len(self.models) > 2:
-            header = ["paired AUC-mean", "questions mixed under both", "AUC of both", "difference (95 % interval)"]
-            tables.append(("bootstrap over questions", header, [_pair_row(pair) for pair in self.pairs]))
-        return tables
+        legend = (
+            "mean@n: accuracy. AUC-mean: over the mixed questions, those with right and wrong answers. paired AUC: on\n"
+            f"questions mixed under both, {base} -> model (how many). log-prob: mean over responses, nats per token.\n"
+            "±: standard error over questions."
+        )
+        pair_header = ["paired AUC-mean", "questions", "AUC of both", "difference (95 % bootstrap interval)"]
+        pairs = _markdown(pair_header, [_pair_row(pair) for pair in self.pairs])
+        return f"{_markdown(header, rows)}\n\n{legend}\n\n{pairs}"
 
     def _pair(self, first: str, second: str) -> Pair | None:
         return next((pair for pair in self.pairs if (pair.first, pair.second) == (first, second)), None)
 
 
-def compare(models: Mapping[str, Sequence[EvalRecord]]) -> Comparison:
-    """Accuracy and calibration of each model, the base first, and AUC-mean of every two on common ground.
+def compare(
+    base: Sequence[EvalRecord], others: Mapping[str, Sequence[EvalRecord]], base_name: str = "base"
+) -> Comparison:
+    """Accuracy and calibration of each model beside the base's, and AUC-mean of every two on common ground.
 
     Raises DataError if a model has no records, or two models answered different questions.
     """
+    models = {base_name: base, **others}
     columns = {name: Columns.of(records) for name, records in models.items()}
     for first, second in combinations(columns, 2):
         _same_questions(first, models[first], second, models[second])
@@ -114,7 +110,7 @@ def _compare(first: str, a: Columns, second: str, b: Columns) -> Pair:
 
 
 def _row(name: str, found: Mapping[str, float], pair: Pair | None) -> list[str]:
-    paired = "" if pair is None else f"{_number(pair.auc_first)} -> {_number(pair.auc_second)} ({pair.questions} q)"
+    paired = "" if pair is None else f"{_number(pair.auc_first)} -> {_number(pair.auc_second)} ({pair.questions})"
     return [
         name,
         f"{_number(found['accuracy'])} ± {_number(found['accuracy_se'])}",
@@ -138,8 +134,12 @@ def _number(value: float, sign: str = "") -> str:
 
 
 def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table whose columns line up, the first to the left and the others to the right."""
     cells = [[cell.replace("|", "\\|") for cell in row] for row in (header, *rows)]
     widths = [max(3, *(len(row[column]) for row in cells)) for column in range(len(header))]
-    lines = [" | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
-    rule = " | ".join("-" * width if not column else "-" * (width - 1) + ":" for column, width in enumerate(widths))
-    return "\n".join(f"| {line} |" for line in (lines[0], rule, *lines[1:]))
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    lines = [
+        [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        for row in (cells[0], rule, *cells[1:])
+    ]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
