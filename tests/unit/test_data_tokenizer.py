@@ -39,6 +39,16 @@ def test_encoding_is_not_disturbed_by_earlier_padding_and_truncation() -> None:
     tokenizer(["1+1=", "1"], padding=True, truncation=True, max_length=2)
     assert encode(tokenizer, ["1+1=", "1"]) == [[3, 12, 3, 16], [3]]
     assert encode(tokenizer, []) == []
+    tokenizer = byte_tokenizer()
+    plain = encode(tokenizer, ["1+1=", "1"])
+    tokenizer(["1+1=", "1"], padding=True, truncation=True, max_length=2)
+    assert encode(tokenizer, ["1+1=", "1"]) == plain
+    assert [len(ids) for ids in plain] == [4, 1]
+
+
+def test_encoding_equals_the_librarys() -> None:
+    for tokenizer, text in ((tokenizer_for(ModelConfig(), CHAIN), "3+8*7?9-0=17$"), (byte_tokenizer(), "a<|im_end|>é")):
+        assert encode(tokenizer, [text])[0] == tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def test_a_tokenizer_is_looked_for_at_its_own_path_first_then_beside_the_weights(tmp_path: Path) -> None:
