@@ -372,12 +372,11 @@ def test_grading_processes_do_not_import_torch() -> None:
 def test_grading_processes_do_not_outlive_a_killed_parent(user_file: Path, tmp_path: Path) -> None:
     script = tmp_path / "parent.py"
     script.write_text(
-        "from capo_megatron.config import RewardConfig\n"
-        "from capo_megatron.rewards import build_reward\n"
-        "from capo_megatron.types import Problem\n"
-        f"reward = build_reward(RewardConfig(kind='{user_file}:grade', timeout_s=2.0, workers=1))\n"
+        "import marshal\n"
+        "from capo_megatron.rewards.pool import WorkerPool\n"
+        f"pool = WorkerPool('{user_file}:grade', workers=1, timeout_s=2.0, memory_mib=256)\n"
         "print('ready', flush=True)\n"
-        "reward.grade([Problem('p', '', (), '')], ['hang'])\n"
+        "pool.run([marshal.dumps((('p', '', (), '', '', {}), 'hang'))])\n"
     )
     path = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, env=path) as parent:
