@@ -6,3 +6,5 @@ import warnings
 warnings.filterwarnings("ignore", module=r"megatron\..*")
 # Megatron-core calls collectives by the names they had before torch 2.13.
 warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
+# Both names work in every supported torch, and Megatron-core uses the old one.
+warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)

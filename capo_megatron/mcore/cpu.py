@@ -160,18 +160,23 @@ def _megatron_modules() -> Iterator[ModuleType]:
     return (module for name, module in list(sys.modules.items()) if name.startswith("megatron.") and module)
 
 
+def installed() -> bool:
+    """True once Megatron-core in this process has been put on the CPU."""
+    return any(isinstance(finder, _Adopter) for finder in sys.meta_path)
+
+
 def install() -> None:
     """Make Megatron-core use the CPU in this process. Calling it again does nothing.
 
     Raises ConfigError for a Megatron-core that was not tested, and on a process that already uses CUDA.
     """
+    if installed():
+        return
     versions.check()
     if torch.cuda.is_initialized():
         raise ConfigError(
             "device=cpu: this process already uses CUDA. Hide the GPUs with CUDA_VISIBLE_DEVICES= instead."
         )
-    if any(isinstance(finder, _Adopter) for finder in sys.meta_path):
-        return
     sys.meta_path.insert(0, _Adopter())
     for module in _megatron_modules():
         _adopt(module)

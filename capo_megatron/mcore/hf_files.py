@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -99,7 +98,8 @@ class DirectorySource:
             self._files = dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
         else:
             raise CheckpointError(
-                f"{self.directory}: no {SINGLE} and no {INDEX}. Point to a Hugging Face directory with safetensors weights."
+                f"{self.directory}: no {SINGLE} and no {INDEX}. "
+                "Point to a Hugging Face directory with safetensors weights."
             )
 
     def names(self) -> set[str]:
@@ -250,6 +250,6 @@ def _replace(new: Path, directory: Path) -> None:
     old = directory.with_name(f".{directory.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if directory.exists():
-        os.rename(directory, old)
-    os.rename(new, directory)
+        directory.rename(old)
+    new.rename(directory)
     shutil.rmtree(old, ignore_errors=True)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, fields
+from math import gcd
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
+from megatron.core.models.gpt.gpt_layer_specs import (
+    HAVE_TE,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -22,6 +22,8 @@ from torch import Tensor
 
 from capo_megatron.config import ParallelConfig, ShapeConfig
 from capo_megatron.errors import CheckpointError, ConfigError
+from capo_megatron.mcore import cpu, versions
+from capo_megatron.mcore.layers import CausalAttention, DeferredHead, RMSNorm, SwiGLU
 from capo_megatron.mcore.runtime import Layout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -29,7 +31,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a Qwen2-shaped decoder, and the name it goes by in messages."""
+    """The sizes of a Qwen2-shaped decoder, named as in Hugging Face's Qwen2Config; defaults are Qwen2Config's, too.
+
+    `name` is what messages call the model.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -37,16 +42,31 @@ class ModelShape:
     num_attention_heads: int
     num_key_value_heads: int
     intermediate_size: int
-    max_position_embeddings: int = 4096
+    max_position_embeddings: int = 32_768
     rope_theta: float = 10_000.0
     rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = True
+    tie_word_embeddings: bool = False
     initializer_range: float = 0.02
     name: str = "the model"
 
+    def __post_init__(self) -> None:
+        for spec in fields(self):
+            value = getattr(self, spec.name)
+            if spec.type == "int" and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{self.name}: {spec.name}={value!r} must be a positive integer.")
+        for whole, part in (("hidden_size", "num_attention_heads"), ("num_attention_heads", "num_key_value_heads")):
+            if getattr(self, whole) % getattr(self, part):
+                raise ConfigError(
+                    f"{self.name}: {part}={getattr(self, part)} does not divide {whole}={getattr(self, whole)}."
+                )
+        if self.head_dim % 2:
+            raise ConfigError(
+                f"{self.name}: hidden_size / num_attention_heads = {self.head_dim} must be even for rotary embeddings."
+            )
+
     @classmethod
     def of(cls, config: ShapeConfig, name: str = "model.shape") -> ModelShape:
-        """The shape written in a run's config."""
+        """The shape described in a run's config. Raises ConfigError if its sizes contradict each other."""
         return cls(**{spec.name: getattr(config, spec.name) for spec in fields(config)}, name=name)
 
     @property
@@ -54,7 +74,7 @@ class ModelShape:
         return self.hidden_size // self.num_attention_heads
 
     def padded_vocab(self, tensor: int) -> int:
-        """Rows of the embedding and the head over all tensor-parallel ranks.
+        """Rows of the embedding and the head over all tensor-parallel ranks; rows from `vocab_size` on are padding.
 
         A multiple of 128 per rank, as Megatron pads, so that matrix products stay aligned. Vocabularies under 1024 are
         toys, where that padding would be most of the work: they become a multiple of `tensor` only.
@@ -64,76 +84,84 @@ class ModelShape:
 
 
 def read_shape(directory: str | Path) -> ModelShape:
-    """The shape in `directory`/config.json. Raises CheckpointError if it is missing, damaged or of another architecture."""
+    """The shape in `directory`/config.json.
+
+    Raises CheckpointError if the file is missing or damaged, or the model is not a plain Qwen2/Qwen2.5 decoder.
+    """
     path = Path(directory) / "config.json"
     try:
         found = json.loads(path.read_text())
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: no such file. A Hugging Face model directory has a config.json.") from error
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path}: not valid JSON ({error}).") from error
-    return _shape(found, path)
-
-
-def _shape(found: dict[str, Any], path: Path) -> ModelShape:
-    if found.get("model_type") != "qwen2":
-        raise CheckpointError(f"{path}: model_type {found.get('model_type')!r} is not supported. Use a 'qwen2' model.")
-    rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
+        raise CheckpointError(f"{path}: no such file. Point to a Hugging Face model directory.") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error}). Download it again.") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: holds a {type(found).__name__}, expected an object. Download it again.")
+    _refuse_unsupported(found, path)
+    rope = found.get("rope_parameters") or {}
     values = {spec.name: found[spec.name] for spec in fields(ModelShape) if spec.name in found}
-    values.setdefault("tie_word_embeddings", False)
-    values["rope_theta"] = float(found.get("rope_theta", rope.get("rope_theta", 10_000.0)))
-    return ModelShape(**(values | {"name": path.parent.name}))
+    values["rope_theta"] = float(rope.get("rope_theta") or found.get("rope_theta") or ModelShape.rope_theta)
+    try:
+        return ModelShape(**(values | {"name": path.parent.name or str(path.parent)}))
+    except TypeError as error:
+        raise CheckpointError(f"{path}: a size is missing ({error}). Download it again.") from error
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from error
 
 
-def check_layout(shape: ModelShape, parallel: ParallelConfig) -> None:
-    """Raise ConfigError if `shape` cannot be cut so."""
-    for count, what in (
-        (shape.num_key_value_heads, "key-value heads"),
-        (shape.num_attention_heads, "attention heads"),
-        (shape.intermediate_size, "feed-forward columns"),
-    ):
-        if count % parallel.tensor:
-            raise ConfigError(f"parallel.tensor={parallel.tensor} does not divide the {count} {what} of {shape.name}.")
-    stages = parallel.pipeline * parallel.virtual
-    if shape.num_hidden_layers % stages:
-        raise ConfigError(
-            f"parallel.pipeline={parallel.pipeline} x parallel.virtual={parallel.virtual} = {stages} stages do not divide "
-            f"the {shape.num_hidden_layers} layers of {shape.name}."
+def _refuse_unsupported(found: dict[str, Any], path: Path) -> None:
+    """Raise CheckpointError for anything that would silently compute something else."""
+    if found.get("model_type") != "qwen2":
+        raise CheckpointError(f"{path}: model_type={found.get('model_type')!r} is not supported. Use a 'qwen2' model.")
+    if found.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(f"{path}: hidden_act={found['hidden_act']!r} is not supported, only 'silu'.")
+    sliding = "sliding_attention" in (found.get("layer_types") or ())
+    if found.get("use_sliding_window") or sliding:
+        raise CheckpointError(
+            f"{path}: sliding-window attention is not supported. Set use_sliding_window to false if the sequences fit "
+            "into the window."
+        )
+    for key in ("rope_scaling", "rope_parameters"):
+        scaling = found.get(key) or {}
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        if kind != "default":
+            raise CheckpointError(
+                f"{path}: {key} of type {kind!r} is not supported. Remove it to train without scaling."
+            )
+    head_dim = found.get("head_dim")
+    if head_dim and head_dim * found.get("num_attention_heads", 0) != found.get("hidden_size"):
+        raise CheckpointError(
+            f"{path}: head_dim={head_dim} differs from hidden_size / num_attention_heads: not a qwen2."
         )
 
 
-class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm that also works on a sequence-parallel shard, which Megatron's torch norm refuses."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # Each rank sees a part of the sequence: Megatron sums the gradient over the tensor-parallel ranks.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
-
-
-class DeferredHead(ColumnParallelLinear):
-    """An output layer that hands on the hidden states, ready to be multiplied by this rank's rows of the head.
-
-    Logits of a whole sequence never exist: log-probs are computed from (hidden states, `head_weight`) in chunks.
-    """
-
-    def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
-        """[S, b, H] of the whole sequence; in backward the ranks' gradients of it are summed."""
-        if self.sequence_parallel:
-            return gather_from_sequence_parallel_region(input_, group=self.tp_group), None
-        return copy_to_tensor_model_parallel_region(input_, group=self.tp_group), None
+def check_layout(shape: ModelShape, parallel: ParallelConfig) -> None:
+    """Raise ConfigError if `shape` cannot be cut so, naming what can."""
+    cut = {
+        "key-value heads": shape.num_key_value_heads,
+        "attention heads": shape.num_attention_heads,
+        "columns (intermediate_size)": shape.intermediate_size,
+    }
+    for what, count in cut.items():
+        if count % parallel.tensor:
+            raise ConfigError(
+                f"parallel.tensor={parallel.tensor} does not divide the {count} {what} of {shape.name}. "
+                f"Use {_divisors(gcd(*cut.values()))}."
+            )
+    stages = parallel.pipeline * parallel.virtual
+    if shape.num_hidden_layers % stages:
+        factors = f"parallel.pipeline={parallel.pipeline}"
+        if parallel.virtual > 1:
+            factors += f" x parallel.virtual={parallel.virtual} = {stages}"
+        raise ConfigError(
+            f"{factors} does not divide the {shape.num_hidden_layers} layers of {shape.name}. "
+            f"Use {_divisors(shape.num_hidden_layers)}."
+        )
 
 
-def head_weight(chunk: GPTModel) -> Tensor:
-    """This rank's rows [padded vocabulary / tensor, H] of the head, in the chunk that ends the model."""
-    if chunk.share_embeddings_and_output_weights:
-        return chunk.shared_embedding_or_output_weight()
-    return chunk.output_layer.weight
+def _divisors(number: int) -> str:
+    found = [str(candidate) for candidate in range(1, number + 1) if number % candidate == 0]
+    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
 
 
 def build_model(
@@ -142,37 +170,57 @@ def build_model(
     dtype: torch.dtype,
     recompute: Literal["none", "selective", "full"] = "none",
 ) -> list[GPTModel]:
-    """This rank's chunks of the model, one per virtual stage, with parameters of `dtype` and undefined values.
+    """This rank's chunks of the model, one per virtual stage: parameters of `dtype`, values undefined.
 
-    The chunk that ends the model returns hidden states [b, S, H] instead of logits, see `DeferredHead`.
+    The chunk that ends the model returns hidden states [b, S, H] instead of logits, see `DeferredHead`. Parameters have
+    their final dtype, so no `Float16Module` is needed around a chunk.
     """
     config = transformer_config(shape, layout, dtype, recompute)
-    chunks = []
-    for stage in range(layout.virtual):
-        first = layout.is_first_stage and stage == 0
-        last = layout.is_last_stage and stage == layout.virtual - 1
-        chunk = GPTModel(
-            config=config,
-            transformer_layer_spec=_block_spec(shape, layout),
-            vocab_size=shape.padded_vocab(layout.tensor),
-            max_sequence_length=shape.max_position_embeddings,
-            pre_process=first,
-            post_process=last,
-            share_embeddings_and_output_weights=shape.tie_word_embeddings,
-            position_embedding_type="rope",
-            rotary_base=shape.rope_theta,
-            vp_stage=stage if layout.virtual > 1 else None,
-        )
-        if last:
-            # GPTModel names the class of its output layer itself, and a second head is not worth its memory.
-            chunk.output_layer.__class__ = DeferredHead
-        chunks.append(chunk)
-    return chunks
+    return [_build_chunk(shape, layout, config, stage) for stage in range(layout.virtual)]
+
+
+def _build_chunk(shape: ModelShape, layout: Layout, config: TransformerConfig, stage: int) -> GPTModel:
+    last = layout.is_last_stage and stage == layout.virtual - 1
+    chunk = GPTModel(
+        config=config,
+        transformer_layer_spec=_block_spec(shape, layout),
+        vocab_size=shape.padded_vocab(layout.tensor),
+        max_sequence_length=shape.max_position_embeddings,
+        pre_process=layout.is_first_stage and stage == 0,
+        post_process=last,
+        share_embeddings_and_output_weights=shape.tie_word_embeddings,
+        position_embedding_type="rope",
+        rotary_base=shape.rope_theta,
+        vp_stage=stage if layout.virtual > 1 else None,
+    )
+    if last:
+        # GPTModel itself names the class of its output layer, and building a second one would cost its memory.
+        chunk.output_layer.__class__ = DeferredHead
+    return chunk
+
+
+def _block_spec(shape: ModelShape, layout: Layout) -> TransformerBlockSubmodules:
+    """The layers of one chunk: TransformerEngine's on a GPU where it is installed, else local ones."""
+    if HAVE_TE and not cpu.installed():
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        layer, norm = get_gpt_layer_with_transformer_engine_spec(), TENorm
+    else:
+        layer, norm = get_gpt_layer_local_spec(normalization="RMSNorm"), RMSNorm
+        layer.submodules.input_layernorm = RMSNorm
+        layer.submodules.pre_mlp_layernorm = RMSNorm
+        layer.submodules.self_attention.submodules.core_attention = CausalAttention
+    versions.mlp_submodules(layer.submodules).activation_func = SwiGLU
+    count = len(layout.layers(0, shape.num_hidden_layers))
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
 
 
 def transformer_config(shape: ModelShape, layout: Layout, dtype: torch.dtype, recompute: str) -> TransformerConfig:
-    """Megatron's configuration of `shape` on `layout`, without the fusions that round differently from other engines."""
-    interleaved = layout.virtual > 1
+    """Megatron's configuration of `shape` on `layout`.
+
+    Fusions that round differently from Hugging Face and vLLM are off: they make the trainer's log-probs differ from
+    those of the engine that samples.
+    """
     return TransformerConfig(
         num_layers=shape.num_hidden_layers,
         hidden_size=shape.hidden_size,
@@ -184,6 +232,7 @@ def transformer_config(shape: ModelShape, layout: Layout, dtype: torch.dtype, re
         layernorm_epsilon=shape.rms_norm_eps,
         activation_func=F.silu,
         gated_linear_unit=True,
+        use_te_activation_func=True,  # Megatron's hook for an activation module; ours is `SwiGLU`
         add_bias_linear=False,
         add_qkv_bias=True,
         hidden_dropout=0.0,
@@ -200,30 +249,42 @@ def transformer_config(shape: ModelShape, layout: Layout, dtype: torch.dtype, re
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         perform_initialization=False,
-        use_cpu_initialization=not torch.cuda.is_available(),
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        virtual_pipeline_model_parallel_size=layout.virtual if interleaved else None,
-        sequence_parallel=layout.sequence,
-        # Megatron refuses variable lengths on dense models unless the (unused) token dispatcher says alltoall.
-        # The interleaved schedule exchanges shapes in an order that two stages mix up: it gets equal shapes instead.
-        variable_seq_lengths=layout.pipeline > 1 and not interleaved,
-        moe_token_dispatcher_type="alltoall",
-        # With two stages the interleaved schedule mixes up forward and backward messages unless they are sent one by one
-        # and overlapped; the plain schedule refuses to overlap.
-        batch_p2p_comm=not interleaved,
-        overlap_p2p_comm=interleaved,
-        # Gloo sends read the storage later; CUDA's stream order makes freeing it right after the send safe.
-        deallocate_pipeline_outputs=layout.pipeline > 1 and torch.cuda.is_available(),
-        recompute_granularity=None if recompute == "none" else recompute,
-        recompute_method="uniform" if recompute == "full" else None,
-        recompute_num_layers=1 if recompute == "full" else None,
+        use_cpu_initialization=cpu.installed(),
+        **_parallel_settings(layout),
+        **_recompute_settings(recompute),
     )
 
 
-def _block_spec(shape: ModelShape, layout: Layout) -> TransformerBlockSubmodules:
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
-    count = len(layout.layers(0, shape.num_hidden_layers))
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
+def _parallel_settings(layout: Layout) -> dict[str, Any]:
+    interleaved = layout.virtual > 1
+    return {
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": layout.virtual if interleaved else None,
+        "sequence_parallel": layout.sequence,
+        # Micro-batches differ in length. Megatron refuses that on a dense model unless the (unused) token dispatcher
+        # is "alltoall".
+        "variable_seq_lengths": layout.pipeline > 1,
+        "moe_token_dispatcher_type": "alltoall",
+        # The interleaved schedule mixes up forward and backward messages of two stages unless they are sent one by one
+        # and overlapped: silently wrong losses. The plain schedule refuses to overlap.
+        "batch_p2p_comm": not interleaved,
+        "overlap_p2p_comm": interleaved,
+        "deallocate_pipeline_outputs": layout.pipeline > 1,
+    }
+
+
+def _recompute_settings(recompute: str) -> dict[str, Any]:
+    if recompute == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return {"recompute_granularity": "selective" if recompute == "selective" else None}
+
+
+def head_weight(chunk: GPTModel) -> Tensor:
+    """This rank's rows [padded vocabulary / tensor, H] of the head, in the chunk that ends the model.
+
+    For a tied head that is the embedding, or the copy of it that the last pipeline stage holds.
+    """
+    if chunk.share_embeddings_and_output_weights:
+        return chunk.shared_embedding_or_output_weight()
+    return chunk.output_layer.weight

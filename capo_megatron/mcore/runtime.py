@@ -37,23 +37,25 @@ class Layout:
         for name in ("tensor", "pipeline", "virtual"):
             if getattr(parallel, name) < 1:
                 raise ConfigError(f"parallel.{name}={getattr(parallel, name)}: must be at least 1.")
-        model_ranks = parallel.tensor * parallel.pipeline
+        tensor, pipeline = parallel.tensor, parallel.pipeline
+        model_ranks = tensor * pipeline
         if world % model_ranks:
             raise ConfigError(
-                f"parallel.tensor={parallel.tensor} x parallel.pipeline={parallel.pipeline} = {model_ranks} ranks do not "
-                f"divide the {world} ranks of this run. Start a multiple of {model_ranks} ranks, or lower one of them."
+                f"parallel.tensor={tensor} x parallel.pipeline={pipeline} = {model_ranks} ranks do not divide the "
+                f"{world} ranks of this run. Start a multiple of {model_ranks} ranks, or lower one of them."
             )
-        if parallel.virtual > 1 and parallel.pipeline == 1:
+        if parallel.virtual > 1 and pipeline == 1:
             raise ConfigError(
                 f"parallel.virtual={parallel.virtual}: virtual stages need parallel.pipeline > 1, got 1. "
                 "Set parallel.virtual=1 or raise parallel.pipeline."
             )
-        if parallel.sequence and parallel.tensor == 1:
+        if parallel.sequence and tensor == 1:
             raise ConfigError(
-                "parallel.sequence=true needs parallel.tensor > 1, got 1. Set parallel.sequence=false or raise parallel.tensor."
+                "parallel.sequence=true: sequence parallelism needs parallel.tensor > 1, got 1. "
+                "Set parallel.sequence=false or raise parallel.tensor."
             )
         data = world // model_ranks
-        return cls(parallel.tensor, parallel.pipeline, parallel.virtual, parallel.sequence, data, rank)
+        return cls(tensor, pipeline, parallel.virtual, parallel.sequence, data, rank)
 
     @property
     def world(self) -> int:
