@@ -6,7 +6,6 @@ here. Only package metadata, files and nvidia-smi are looked at; hardly more tha
 
 from __future__ import annotations
 
-import io
 import os
 import platform
 import re
@@ -79,18 +78,13 @@ class Report:
     findings: tuple[Finding, ...]
 
     @property
-    def bad(self) -> bool:
-        """True if a combination is known not to work: exit code 2."""
-        return any(finding.bad for finding in self.findings)
+    def exit_code(self) -> int:
+        """2 if a combination is known not to work, else 0."""
+        return 2 if any(finding.bad for finding in self.findings) else 0
 
-    def text(self) -> str:
-        """Machine, packages and findings as plain tables."""
-        console = Console(width=200, record=True, file=io.StringIO())
-        self.print(console)
-        return "\n".join(line.rstrip() for line in console.export_text().splitlines())
-
-    def print(self, console: Console) -> None:
+    def print(self, console: Console | None = None) -> None:
         """Machine, packages and findings as tables, in colour where the console has it."""
+        console = console or Console()
         for title, rows in (("machine", _machine(self.environment)), ("packages", _packages(self.environment))):
             table = Table(title=title, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
             for row in rows:

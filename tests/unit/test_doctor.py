@@ -93,7 +93,7 @@ def test_a_known_bad_combination_is_the_one_finding(environment, message):
     assert [finding.bad for finding in findings] == [True]
     assert findings[0].what.startswith(message)
     assert findings[0].fix
-    assert Report(environment, tuple(findings)).bad
+    assert Report(environment, tuple(findings)).exit_code == 2
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_what_works_but_is_odd_is_only_noted(environment, message):
     findings = list(known_bad(environment))
     assert [finding.bad for finding in findings] == [False]
     assert findings[0].what.startswith(message)
-    assert not Report(environment, tuple(findings)).bad
+    assert Report(environment, tuple(findings)).exit_code == 0
 
 
 def test_real_accelerator_packages_are_accepted():
@@ -144,7 +144,7 @@ def test_this_machine_can_be_examined():
     assert any(text.startswith("megatron-core") for text in environment.requirements)
     assert environment.cores >= 1 and environment.memory_gib > 0.5
     assert environment.torch_build is not None
-    assert "megatron-core" in report.text()
+    report.print(Console(file=io.StringIO()))
 
 
 def test_examining_imports_nothing_that_could_crash():
