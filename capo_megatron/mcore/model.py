@@ -16,6 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
@@ -196,7 +197,25 @@ def _build_chunk(shape: ModelShape, layout: Layout, config: TransformerConfig, s
     if last:
         # GPTModel itself names the class of its output layer, and building a second one would cost its memory.
         chunk.output_layer.__class__ = DeferredHead
+    _mark_shards(chunk)
     return chunk
+
+
+def _mark_shards(chunk: GPTModel) -> None:
+    """Say of every sharded parameter that it is one.
+
+    Megatron says so only while it initialises weights, which are loaded here. Without it the gradient norm would take
+    the shards of all but the first tensor-parallel rank for copies, and leave them out.
+    """
+    kinds = {ColumnParallelLinear: 0, RowParallelLinear: 1, VocabParallelEmbedding: 0}
+    for module in chunk.modules():
+        for kind, cut in kinds.items():
+            if isinstance(module, kind):
+                for parameter in module.parameters(recurse=False):
+                    sharded = parameter.dim() > cut  # the bias of a row-parallel layer is whole on every rank
+                    parameter.tensor_model_parallel = sharded
+                    parameter.partition_dim = cut if sharded else -1
+                    parameter.partition_stride = 1
 
 
 def _block_spec(shape: ModelShape, layout: Layout) -> TransformerBlockSubmodules:

@@ -17,7 +17,7 @@ from capo_megatron.algorithms import build
 from capo_megatron.algorithms.capo import CapoConfig
 from capo_megatron.algorithms.grpo import GrpoConfig
 from capo_megatron.config import ParallelConfig, TrainConfig
-from capo_megatron.seams import Signal
+from capo_megatron.seams import Algorithm, Signal
 from capo_megatron.types import Problem, RolloutBatch, Segment, Signals, TrainBatch
 from tests.parallel.launch import run_ranks
 
@@ -64,7 +64,9 @@ def rollouts(problems: int = 4, samples: int = 4, prompt: int = 3, longest: int 
     )
 
 
-def run(parallel: ParallelConfig, budget: int, combinations: tuple[tuple[str, bool, bool], ...]) -> list[dict[str, Any]]:
+def run(
+    parallel: ParallelConfig, budget: int, combinations: tuple[tuple[str, bool, bool], ...]
+) -> list[dict[str, Any]]:
     """Score and train on this rank; what it saw, for each (algorithm, distributed optimizer, tied head)."""
     from capo_megatron.mcore import runtime
 
@@ -72,7 +74,9 @@ def run(parallel: ParallelConfig, budget: int, combinations: tuple[tuple[str, bo
     return [one_run(ranks, parallel, budget, *combination) for combination in combinations]
 
 
-def one_run(ranks: Any, parallel: ParallelConfig, budget: int, name: str, distributed: bool, tied: bool) -> dict[str, Any]:
+def one_run(
+    ranks: Any, parallel: ParallelConfig, budget: int, name: str, distributed: bool, tied: bool
+) -> dict[str, Any]:
     from capo_megatron.mcore.hf_files import DictSource
     from capo_megatron.mcore.model import ModelShape
     from capo_megatron.mcore.policy import MegatronPolicy
@@ -93,29 +97,34 @@ def one_run(ranks: Any, parallel: ParallelConfig, budget: int, name: str, distri
     )
     policy.load(DictSource(random_weights(shape)))
     policy.freeze_reference()
-    algorithm = build(ALGORITHMS[name])
     batch = rollouts()
     needs = frozenset({Signal.ENTROPY, Signal.TOPK})
     scored = policy.score(batch, needs, top_k=3)
     assert scored.entropy is not None and scored.topk is not None
-    noise = torch.randn(scored.logprobs.shape, generator=torch.Generator().manual_seed(2))
-    old = (scored.logprobs + 0.2 * noise) * batch.response_mask  # so that ratios differ from one
-    signals = Signals(old, policy.score(batch, which="reference").logprobs)
-    advantages = algorithm.estimator(batch, signals)
-    whole = TrainBatch(batch, signals, advantages, algorithm.reduction(batch))
+    algorithm, whole = train_batch(policy, name)
+    reference = whole.signals.ref_logprobs
     reports = [policy.train_step(whole, algorithm.loss, algorithm.loss_needs) for _ in range(3)]
     after = policy.score(batch, which="reference").logprobs
     return {
         "logprobs": scored.logprobs.numpy(),
         "entropy": scored.entropy.numpy(),
         "topk": scored.topk.logprobs.numpy(),
-        "reference_unchanged": np.array(float((after - signals.ref_logprobs).abs().max())),
+        "reference_unchanged": np.array(float((after - reference).abs().max())),
         "loss": np.array([report.loss for report in reports]),
         "grad_norm": np.array([report.grad_norm for report in reports]),
         "ratio_max": np.array([report.metrics["ratio_max"] for report in reports]),
         "clip_share": np.array([report.metrics["clip_share"] for report in reports]),
         "weights": {name: tensor.numpy().copy() for name, tensor in policy.hf_weights()},
     }
+
+
+def train_batch(policy: Any, name: str = "capo") -> tuple[Algorithm, TrainBatch]:
+    """An algorithm, and a mini-batch for it whose old log-probs lie around the policy's, so that ratios leave one."""
+    algorithm, batch = build(ALGORITHMS[name]), rollouts()
+    now = policy.score(batch).logprobs
+    noise = torch.randn(now.shape, generator=torch.Generator().manual_seed(2))
+    signals = Signals((now + 0.2 * noise) * batch.response_mask, policy.score(batch, which="reference").logprobs)
+    return algorithm, TrainBatch(batch, signals, algorithm.estimator(batch, signals), algorithm.reduction(batch))
 
 
 def random_weights(shape: Any) -> dict[str, torch.Tensor]:
