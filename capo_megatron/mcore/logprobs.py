@@ -65,7 +65,7 @@ def target_outputs(
     sequence-parallel gather (its backward reduce-scatters). Without gradients nothing is kept.
 
     Memory beyond inputs, outputs and gradients: at most `chunk_tokens` rows of this rank's logits in float32 (or
-    [M, 1024], if that is more), of which half or more may stay from forward to backward and save that share of the
+    [M, 1024], if that is more). Usually half or more of it stays from forward to backward and saves that share of the
     recomputation: more `chunk_tokens` is faster, all of M recomputes little. Half-precision products and the top-k
     need a tile or two besides.
 
@@ -279,10 +279,11 @@ def _merge_ranks(seen: _Seen, group: dist.ProcessGroup | None) -> _Seen:
 
 
 def _gather(tensor: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    everyone = tensor.new_empty((group.size(), *tensor.shape))
+    """`tensor` of every rank, in rank order."""
+    everyone = tensor.new_empty((group.size() * tensor.shape[0], *tensor.shape[1:]))
     if tensor.numel():
         dist.all_gather_into_tensor(everyone, tensor.contiguous(), group=group)
-    return everyone.unbind(0)
+    return everyone.chunk(group.size())
 
 
 class _TargetOutputs(torch.autograd.Function):
