@@ -161,17 +161,24 @@ def describe_batch(config: RunConfig, world_size: int) -> list[str]:
     rollout, train, parallel = config.rollout, config.train, config.parallel
     replicas, responses = _replicas(config, world_size), rollout.prompts * rollout.samples
     longest = config.data.max_prompt_tokens + rollout.max_tokens
-    rows = responses // train.minibatches
-    share, fitting = -(-rows // replicas), max(1, train.micro_batch_tokens // longest)
-    updates = train.minibatches * train.epochs
+    rows, updates = responses // train.minibatches, train.minibatches * train.epochs
+    share = -(-rows // replicas)
+    fitting = min(share, train.micro_batch_tokens // longest)
+    layout = f"tensor {parallel.tensor} x pipeline {parallel.pipeline} x data {replicas}"
+    batches = f"{_count(train.minibatches, 'mini-batch')} x {_count(train.epochs, 'epoch')}"
+    most = _count(-(-share // fitting), "micro-batch")
     return [
-        f"layout        {world_size} ranks = tensor {parallel.tensor} x pipeline {parallel.pipeline} x data {replicas}",
-        f"rollout       {rollout.prompts} prompts x {rollout.samples} samples = {responses:,} responses per step, "
-        f"at most {rollout.max_tokens:,} tokens each",
-        f"updates       {train.minibatches} mini-batches x {train.epochs} epochs = {updates} optimizer steps "
-        f"per rollout, {updates * train.steps:,} in {train.steps:,} steps",
-        f"mini-batch    {rows:,} sequences, at most {rows * longest:,} tokens",
-        f"data rank     {share:,} sequences of a mini-batch, at most {share * longest:,} tokens",
-        f"micro-batch   at most {train.micro_batch_tokens:,} tokens: {fitting} or more sequences, "
-        f"at most {-(-share // fitting)} micro-batches per data rank",
+        f"layout        {_count(world_size, 'rank')} = {layout}",
+        f"rollout       {_count(rollout.prompts, 'prompt')} x {rollout.samples} samples = {responses:,} responses a step,"
+        f" at most {rollout.max_tokens:,} tokens each",
+        f"updates       {batches} = {_count(updates, 'optimizer step')} per rollout, {updates * train.steps:,} in all",
+        f"mini-batch    {_count(rows, 'sequence')}, at most {rows * longest:,} tokens",
+        f"data rank     {_count(share, 'sequence')} of a mini-batch, at most {share * longest:,} tokens",
+        f"micro-batch   at most {train.micro_batch_tokens:,} tokens: {fitting:,} or more sequences, "
+        f"at most {most} per data rank",
     ]
+
+
+def _count(number: int, thing: str) -> str:
+    plural = f"{thing}es" if thing.endswith("ch") else f"{thing}s"
+    return f"{number:,} {thing if number == 1 else plural}"

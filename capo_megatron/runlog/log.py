@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor
 
 from capo_megatron.config import LogConfig
-from capo_megatron.config.dialect import parse
 from capo_megatron.runlog.console import PlainDisplay, make_display
 from capo_megatron.runlog.files import append_line, keep_rows, make_folder, to_json, write_text
 from capo_megatron.runlog.provenance import provenance
@@ -58,7 +57,7 @@ class RunLog:
         if self._active:
             make_folder(self._output)
             self._write_start(resolved)
-            self._trackers = make_trackers(config, self._output, parse(resolved, "resolved.yaml") or {})
+            self._trackers = make_trackers(config, self._output, resolved)
             self._display = make_display(config.console, total_steps)
         self._last: float | None = None
 

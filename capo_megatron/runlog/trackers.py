@@ -6,9 +6,10 @@ import hashlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from capo_megatron.config import LogConfig
+from capo_megatron.config.dialect import parse
 from capo_megatron.errors import ConfigError
 from capo_megatron.runlog.files import writing
 
@@ -18,8 +19,11 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-def make_trackers(config: LogConfig, output: Path, resolved: Mapping[str, Any]) -> list[Tracker]:
-    """The trackers that the config asks for. Raises ConfigError if a package is missing or refuses to start."""
+def make_trackers(config: LogConfig, output: Path, resolved: str) -> list[Tracker]:
+    """The trackers that the config asks for; `resolved` is the whole config as YAML.
+
+    Raises ConfigError if a package is missing or refuses to start.
+    """
     trackers: list[Tracker] = []
     if config.tensorboard:
         trackers.append(TensorBoard(output / "tensorboard"))
@@ -62,7 +66,7 @@ class TensorBoard:
 class WeightsAndBiases:
     """A W&B run whose id follows from the output folder, so that a restart continues the same run."""
 
-    def __init__(self, project: str, name: str, output: Path, resolved: Mapping[str, Any]) -> None:
+    def __init__(self, project: str, name: str, output: Path, resolved: str) -> None:
         try:
             import wandb
         except ImportError as error:
@@ -73,7 +77,12 @@ class WeightsAndBiases:
         identity = hashlib.blake2b(str(output.resolve()).encode(), digest_size=8).hexdigest()
         try:
             self._run = wandb.init(
-                project=project, name=name, id=identity, resume="allow", dir=str(output), config=dict(resolved)
+                project=project,
+                name=name,
+                id=identity,
+                resume="allow",
+                dir=str(output),
+                config=parse(resolved, "resolved.yaml"),
             )
         except wandb.errors.Error as error:
             raise ConfigError(f"log.wandb={project}: {' '.join(str(error).split())}") from error

@@ -326,8 +326,8 @@ def test_the_batch_arithmetic_adds_up(loaded):
     lines = "\n".join(describe_batch(loaded("parallel.tensor=2"), 8))
     for claim in (
         "8 ranks = tensor 2 x pipeline 1 x data 4",
-        "128 prompts x 8 samples = 1,024 responses per step",
-        "2 optimizer steps per rollout, 1,200 in 600 steps",
+        "128 prompts x 8 samples = 1,024 responses a step",
+        "2 mini-batches x 1 epoch = 2 optimizer steps per rollout, 1,200 in all",
         "512 sequences, at most 2,097,152 tokens",
         "128 sequences of a mini-batch, at most 524,288 tokens",
         "4 or more sequences, at most 32 micro-batches per data rank",
