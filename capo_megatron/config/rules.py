@@ -169,8 +169,8 @@ def describe_batch(config: RunConfig, world_size: int) -> list[str]:
     most = _count(-(-share // fitting), "micro-batch")
     return [
         f"layout        {_count(world_size, 'rank')} = {layout}",
-        f"rollout       {_count(rollout.prompts, 'prompt')} x {rollout.samples} samples = {responses:,} responses a step,"
-        f" at most {rollout.max_tokens:,} tokens each",
+        f"rollout       {_count(rollout.prompts, 'prompt')} x {rollout.samples} samples = {responses:,} responses a "
+        f"step, at most {rollout.max_tokens:,} tokens each",
         f"updates       {batches} = {_count(updates, 'optimizer step')} per rollout, {updates * train.steps:,} in all",
         f"mini-batch    {_count(rows, 'sequence')}, at most {rows * longest:,} tokens",
         f"data rank     {_count(share, 'sequence')} of a mini-batch, at most {share * longest:,} tokens",
