@@ -26,8 +26,10 @@ from capo_megatron.errors import ConfigError
 from capo_megatron.mcore import versions
 
 CPU = torch.device("cpu")
-_FACTORIES = ("arange", "as_tensor", "empty", "empty_like", "eye", "full", "full_like", "linspace", "ones", "ones_like")
-_FACTORIES += ("rand", "randint", "randn", "randperm", "tensor", "zeros", "zeros_like")
+_FACTORIES = (
+    *("arange", "as_tensor", "empty", "empty_like", "eye", "full", "full_like", "linspace", "ones", "ones_like"),
+    *("rand", "randint", "randn", "randperm", "tensor", "zeros", "zeros_like"),
+)
 
 
 class _Namespace(ModuleType):
@@ -101,6 +103,7 @@ def _cpu_torch() -> ModuleType:
     nvtx = _Namespace(torch.cuda.nvtx, range_push=_nothing, range_pop=_nothing, mark=_nothing)
     cuda = _Namespace(
         torch.cuda,
+        is_available=lambda: False,
         current_device=lambda: CPU,
         set_device=_nothing,
         synchronize=_nothing,

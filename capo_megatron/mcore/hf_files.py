@@ -118,8 +118,8 @@ class DirectorySource:
     def _read_index(self) -> dict[str, str]:
         path = self.directory / INDEX
         try:
-            files = json.loads(path.read_text())["weight_map"]
-        except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
+            files = {str(name): str(file) for name, file in json.loads(path.read_text())["weight_map"].items()}
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{path}: not a safetensors index ({error!r}). Download it again.") from error
         for file in sorted(set(files.values())):
             if not (self.directory / file).exists():

@@ -44,8 +44,8 @@ class CausalAttention(MegatronModule):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any) -> Tensor:
         """[S, b, heads * head_dim] from query [S, b, heads, head_dim], key and value [S, b, groups, head_dim]."""
         assert attention_mask is None, "causal attention takes no mask"
-        rows_first = [tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)]
-        mixed = F.scaled_dot_product_attention(*rows_first, is_causal=True, enable_gqa=True, scale=self.softmax_scale)
+        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=self.softmax_scale)
         return mixed.permute(2, 0, 1, 3).flatten(2)
 
 
@@ -78,8 +78,8 @@ class SwiGLU(MegatronModule):
 class _SumGradients(torch.autograd.Function):
     """The identity whose backward sums over the ranks of a group.
 
-    In 0.16.1 Megatron's `copy_to_tensor_model_parallel_region` loses that sum if the gradient is not contiguous; ours is
-    the transposed one of [b, S, H].
+    Megatron's `copy_to_tensor_model_parallel_region` loses that sum (in 0.16.1) if the gradient is not contiguous, and
+    ours is not: it is the transpose of [b, S, H].
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The Megatron-core model computes what transformers' Qwen2ForCausalLM does, on every layout, forwards and backwards."""
+"""The Megatron-core model computes what transformers' Qwen2ForCausalLM does, on every layout, both ways."""
 
 from __future__ import annotations
 
