@@ -185,8 +185,10 @@ class CheckpointStore(Protocol):
 class Team(Protocol):
     """The ranks of a run, seen without naming a backend."""
 
-    rank: int
-    size: int
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
 
     def gather(self, item: Any) -> list[Any]:
         """`item` of every rank, in rank order, on every rank. Collective."""

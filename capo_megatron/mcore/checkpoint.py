@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import platform
 import random
 import shutil
@@ -29,12 +30,15 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.api import CheckpointException
 
 from capo_megatron.errors import CapoError, CheckpointError
 from capo_megatron.mcore.policy import MegatronPolicy
 from capo_megatron.seams import Team
 
 _UNFINISHED = ".unfinished"
+# What Megatron's and torch's checkpointing raise for files that cannot be written or read (the last is a BaseException).
+_FAILURES = (OSError, RuntimeError, EOFError, KeyError, pickle.PickleError, CheckpointingException, CheckpointException)
 
 
 class DistCheckpointStore:
@@ -79,9 +83,10 @@ class DistCheckpointStore:
         try:
             strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
             dist_checkpointing.save(sharded, str(unfinished), strategy)
-        except (OSError, CheckpointingException, RuntimeError) as error:
+        except _FAILURES as error:
             self._together(lambda: shutil.rmtree(unfinished, ignore_errors=True))
-            raise CheckpointError(f"{final}: not written: {error}. Free disk space or choose another output.") from error
+            reason = f"{final}: not written: {_last_line(error)}"
+            raise CheckpointError(f"{reason}. Free disk space or choose another output.") from error
         self._together(lambda: self._finish(unfinished, final, policy.describe(), step, state, random_states))
         return final
 
@@ -130,8 +135,9 @@ class DistCheckpointStore:
         _check_same_model(folder, header, policy.describe())
         try:
             loaded = dist_checkpointing.load(policy.sharded_state_dict(loading=True), str(folder))
-        except (OSError, CheckpointingException, RuntimeError) as error:
-            raise CheckpointError(f"{folder}: cannot be read: {error}. Delete it to resume from an older one.") from error
+        except _FAILURES as error:
+            reason = f"{folder}: cannot be read: {_last_line(error)}"
+            raise CheckpointError(f"{reason}. To resume from an older one, write its name into {self._root / 'latest'}.") from error
         policy.load_sharded_state_dict(loaded)
         if header["layout"] == policy.describe()["layout"]:
             _restore_random_states(folder, self._team)
@@ -185,6 +191,12 @@ def _check_same_model(folder: Path, header: dict[str, Any], now: dict[str, Any])
                 f"{folder}: saved for a model with {name} {saved}, this one has {value}. Nothing was loaded. "
                 "Choose another output, or the model that the checkpoint was saved for."
             )
+
+
+def _last_line(error: BaseException) -> str:
+    """The cause, from messages that quote whole tracebacks of other ranks."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[-1].strip().rstrip(".") if lines else type(error).__name__
 
 
 def _versions() -> dict[str, str]:

@@ -54,7 +54,7 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout_s: fl
         for rank in range(size):
             receiver, sender = context.Pipe(duplex=False)
             environment = _environment(rank, size, store.port)
-            process = context.Process(target=_rank, args=(sender, environment, timeout_s, function, args), daemon=True)
+            process = context.Process(target=_rank, args=(sender, environment, timeout_s, function, args))
             process.start()
             sender.close()
             ranks.append(process)
