@@ -1,4 +1,4 @@
-"""`python -m capo_megatron`. The guard matters: Megatron's checkpoint writer starts processes that import this module."""
+"""`python -m capo_megatron`. The guard matters: Megatron's checkpoint writer starts processes that import this."""
 
 import sys
 

@@ -124,7 +124,9 @@ def run_evaluation(config: RunConfig, request: EvaluationRequest, say: Say) -> P
             )
         finally:
             reward.close()
-        path = request.records or Path(config.output) / "eval" / f"{'base' if request.base else f'step_{step:06d}'}.jsonl"
+        path = (
+            request.records or Path(config.output) / "eval" / f"{'base' if request.base else f'step_{step:06d}'}.jsonl"
+        )
         gather_or_raise(team, lambda: _save_records(path, records) if team.rank == 0 else None)
         summary = "  ".join(f"{name} {value:.4g}" for name, value in summarise(records).items())
         _say_once(say, team, f"{summary}\nrecords: {path}")
@@ -228,7 +230,7 @@ class Model:
         return policy
 
     def trained_engine(self, base: bool = False, step: int | None = None) -> tuple[TransformersEngine, int]:
-        """An engine with the weights of a checkpoint of the run, and its step; without one, the model before training."""
+        """An engine with the weights of a checkpoint, and its step; without one, the model before training."""
         policy = self.policy()
         reached = 0
         if not base:
@@ -290,7 +292,7 @@ def _evaluation_problems(config: RunConfig, model: Model, request: EvaluationReq
     return problems[: request.problems]
 
 
-# --- the base model -----------------------------------------------------------------------------------------------------
+# --- the base model ---------------------------------------------------------------------------------------------------
 
 
 def base_directory(config: RunConfig) -> Path:

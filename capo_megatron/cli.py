@@ -1,7 +1,7 @@
 """The command line: `capo-megatron train | sample | eval | check | doctor`.
 
-Exit codes: 0 done, 2 an error that the user can mend (one line on stderr), 1 a bug (traceback). This is the only file that
-parses arguments or sets exit codes. Imports are late, so that `--help`, `doctor` and a wrong config answer at once.
+Exit codes: 0 done, 2 an error that the user can mend (one line on stderr), 1 a bug (traceback). This is the only file
+that parses arguments or sets exit codes. Imports are late, so that `--help` and `doctor` answer at once.
 """
 
 from __future__ import annotations
@@ -47,12 +47,16 @@ def _parser() -> argparse.ArgumentParser:
 
     def configured(added: argparse.ArgumentParser, what: str, nproc: bool = True) -> None:
         added.add_argument("target", metavar=what, type=Path)
-        added.add_argument("overrides", nargs="*", metavar="key=value", help="options by dotted path, e.g. train.lr=1e-6")
+        added.add_argument(
+            "overrides", nargs="*", metavar="key=value", help="options by dotted path, e.g. train.lr=1e-6"
+        )
         if nproc:
             added.add_argument("--nproc", type=int, help="start so many ranks on this machine, as torchrun would")
 
     configured(command("train", _train, "train; a run that finds its own checkpoints resumes"), "CONFIG")
-    configured(check := command("check", _check, "validate a config, show what it means, start nothing"), "CONFIG", False)
+    configured(
+        check := command("check", _check, "validate a config, show what it means, start nothing"), "CONFIG", False
+    )
     check.add_argument("--ranks", type=int, default=1, help="ranks that the run would have (default 1)")
 
     sample = command("sample", _sample, "sample responses to prompts")
@@ -74,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-# --- commands -----------------------------------------------------------------------------------------------------------
+# --- commands ---------------------------------------------------------------------------------------------------------
 
 
 def _train(options: argparse.Namespace) -> int:
@@ -133,7 +137,7 @@ def _doctor(_: argparse.Namespace) -> int:
     return report.exit_code
 
 
-# --- targets and ranks --------------------------------------------------------------------------------------------------
+# --- targets and ranks ------------------------------------------------------------------------------------------------
 
 
 def _load(options: argparse.Namespace) -> RunConfig:
@@ -148,7 +152,9 @@ def _load(options: argparse.Namespace) -> RunConfig:
         given = [f"model.path={target}", f"output=runs/{target.resolve().name}", "eval.every=0", *options.overrides]
         config = load(None, given)
     elif target.is_dir():
-        raise ConfigError(f"{target}: neither a run (resolved.yaml) nor a Hugging Face model (config.json) is in there.")
+        raise ConfigError(
+            f"{target}: neither a run (resolved.yaml) nor a Hugging Face model (config.json) is in there."
+        )
     else:
         config = load(target, options.overrides)
     config.check(options.nproc or world_size())
@@ -160,7 +166,7 @@ def _starts_ranks(options: argparse.Namespace) -> bool:
 
 
 def _start_ranks(count: int, arguments: Sequence[str]) -> int:
-    """Run this command on `count` local ranks under torch's elastic launcher; the exit code of the first that failed."""
+    """Run this command on `count` local ranks under torch's elastic launcher; the exit code of a failed one."""
     if count < 1:
         raise ConfigError(f"--nproc {count}: at least one rank is needed.")
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

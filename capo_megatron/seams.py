@@ -38,7 +38,7 @@ class Signal(Enum):
 
 
 class Stateful(Protocol):
-    """Remembers something between steps. States hold JSON values only, so that a checkpoint never unpickles anything."""
+    """Remembers something between steps. States hold JSON values only: a checkpoint never unpickles anything."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
@@ -86,7 +86,7 @@ class Algorithm:
     max_refills: int = 10  # rounds of replacement before the run stops with an error
     reselect: Callable[[RolloutBatch, Signals], Sequence[int] | None] | None = None  # groups to sample again next step
     stateful: Mapping[str, Stateful] = field(default_factory=dict)  # parts with memory, by name
-    report: Callable[[], Mapping[str, float]] = dict  # numbers of its own worth logging after a step
+    report: Callable[[], dict[str, float]] = dict  # numbers of its own worth logging after a step
 
     def state_dict(self) -> dict[str, Any]:
         return {name: part.state_dict() for name, part in self.stateful.items()}
@@ -132,7 +132,7 @@ class RolloutEngine(Protocol):
         """The engine's own log-probs of given (prompt ids, response ids), for the proof after a refit."""
 
     def load_weights(self, hf: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Refit: take every weight under its Hugging Face name. All or nothing: a missing tensor raises RolloutError."""
+        """Refit: take every weight under its Hugging Face name. All or nothing: RolloutError if one is missing."""
 
     def sleep(self) -> None:
         """Free memory before training."""

@@ -1,4 +1,4 @@
-"""The training loop: sample, grade, score, estimate advantages, update, refit. It knows neither backend nor algorithm."""
+"""The training loop: sample, grade, score, estimate advantages, update, refit. Knows no backend and no algorithm."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Parts:
 
 
 def train(config: RunConfig, parts: Parts) -> int:
-    """Train until `config.train.steps` or SIGTERM, resuming from the newest checkpoint; the step reached. Collective."""
+    """Train until `config.train.steps` or SIGTERM, resuming from the newest checkpoint; the step reached."""
     policy, log, team, algorithm = parts.policy, parts.log, parts.team, parts.algorithm
     step = saved = _resume(parts)
     probe = Probe(config.rollout.probe_rows, config.rollout.probe_tolerance)
@@ -70,8 +70,10 @@ def train(config: RunConfig, parts: Parts) -> int:
             advantages, kept = _advantages(algorithm, rollout, signals)
             with log.phase("train", tokens=int(batch.response_mask.sum()) * config.train.epochs):
                 whole = TrainBatch(batch, signals, advantages, torch.zeros_like(advantages))
-                reports = [policy.train_step(part, algorithm.loss, algorithm.loss_needs, algorithm.top_k)
-                           for part in _mini_batches(config, algorithm, whole)]
+                reports = [
+                    policy.train_step(part, algorithm.loss, algorithm.loss_needs, algorithm.top_k)
+                    for part in _mini_batches(config, algorithm, whole)
+                ]
             skipped = _count_skipped(reports, skipped, config.train.max_skipped, log)
             step += 1
             metrics = {**diagnostics.describe(batch, signals, advantages, kept), **_summary(reports), **gap}
@@ -96,7 +98,7 @@ def train(config: RunConfig, parts: Parts) -> int:
 
 
 def _sample(config: RunConfig, parts: Parts, step: int) -> Collected:
-    """A step's rollouts. Groups that the algorithm rejects are replaced by other problems' a bounded number of times."""
+    """A step's rollouts. Groups that the algorithm rejects are replaced, a bounded number of times."""
     wanted, keep = config.rollout.prompts, parts.algorithm.keep_group
     kept: list[Collected] = []
     for attempt in range(parts.algorithm.max_refills + 1):
@@ -162,8 +164,15 @@ def _validate(config: RunConfig, parts: Parts, step: int) -> dict[str, float]:
     params = replace(params, temperature=config.eval.temperature)
     with parts.log.phase("eval"):
         records = evaluate(
-            parts.engine, parts.reward, parts.validation, config.eval.samples, params, parts.team, parts.pad_id,
-            model=parts.algorithm.name, step=step,
+            parts.engine,
+            parts.reward,
+            parts.validation,
+            config.eval.samples,
+            params,
+            parts.team,
+            parts.pad_id,
+            model=parts.algorithm.name,
+            step=step,
         )
     return {f"validation/{name}": value for name, value in summarise(records).items()}
 

@@ -2,9 +2,8 @@
 
     python examples/quickstart.py [--seed 0] [--ranks 2] [--output runs/quickstart] [--questions 2048]
 
-Runs the same commands that you would type, on `examples/quickstart.yaml`: a supervised warm-up that makes the base model,
-two trainings from it, three evaluations on questions that no training or validation has seen; then one table and one
-figure. A run that was interrupted continues where it was.
+Runs the commands that you would type, on `examples/quickstart.yaml`: a supervised warm-up that makes the base model, two
+trainings from it, three evaluations on questions that no training or validation has seen; then one table and one figure. A run that was interrupted continues where it was.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from capo_megatron.evaluation.run import compare, read_records
 from capo_megatron.runlog import read_rows
 
 CONFIG = Path(__file__).with_name("quickstart.yaml")
-# The losses of both are averaged over tokens, as in the setting's other measurements; everything else is each one's default.
+# Both average their losses over tokens; everything else is each one's default or the file's.
 METHODS = {"grpo": ["algorithm.kind=grpo", "algorithm.reduction=token-mean"], "capo": []}
 
 
@@ -49,9 +48,7 @@ def run_all(output: Path, seed: int, ranks: int, questions: int) -> dict[str, li
     for name, run, flags in [("base", "grpo", ["--base"]), ("grpo", "grpo", []), ("capo", "capo", [])]:
         path = output / f"{name}.jsonl"
         target = str(output / run)
-        command(
-            "eval", target, "--problems", str(questions), "--output", str(path), "--nproc", str(ranks), *flags
-        )
+        command("eval", target, "--problems", str(questions), "--output", str(path), "--nproc", str(ranks), *flags)
         records[name] = list(read_records(path))
     return records
 

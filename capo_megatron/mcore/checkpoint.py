@@ -7,7 +7,7 @@
       latest                the name of the newest complete checkpoint
 
 A checkpoint is written under a temporary name and renamed when it is complete and on disk; `latest` is replaced after
-that. So whenever the run is killed, `latest` names a complete checkpoint, and a half-written one is never mistaken for one.
+that. So whenever the run is killed, `latest` names a complete checkpoint, and a half-written one is not mistaken for it.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from capo_megatron.errors import CapoError, CheckpointError
 from capo_megatron.mcore.policy import MegatronPolicy
-from capo_megatron.seams import Team
+from capo_megatron.seams import Policy, Team
 
 _UNFINISHED = ".unfinished"
-# What Megatron's and torch's checkpointing raise for files that cannot be written or read (the last is a BaseException).
+# What Megatron's and torch's checkpointing raise for unusable files (the last is a BaseException).
 _FAILURES = (OSError, RuntimeError, EOFError, KeyError, pickle.PickleError, CheckpointingException, CheckpointException)
 
 
@@ -69,12 +69,13 @@ class DistCheckpointStore:
 
     # --- save ----------------------------------------------------------------------------------------------------
 
-    def save(self, step: int, policy: MegatronPolicy, state: Mapping[str, Any]) -> Path:
+    def save(self, step: int, policy: Policy, state: Mapping[str, Any]) -> Path:
         """Write a checkpoint of `step` and return its folder. Collective.
 
-        `state` holds JSON values only. Raises CheckpointError, on every rank, if it cannot be written (e.g. a full disk);
-        older checkpoints and `latest` are then untouched.
+        `state` holds JSON values only. Raises CheckpointError on every rank if it cannot be written (e.g. a full
+        disk); older checkpoints and `latest` are then untouched.
         """
+        policy = _ours(policy)
         final = self._folder(step)
         unfinished = final.with_name(final.name + _UNFINISHED)
         sharded = policy.sharded_state_dict(loading=False)
@@ -125,8 +126,9 @@ class DistCheckpointStore:
 
     # --- load ----------------------------------------------------------------------------------------------------
 
-    def load(self, policy: MegatronPolicy, step: int | None = None) -> tuple[int, dict[str, Any]] | None:
-        """Restore `step` (default: the latest) into `policy`; its (step, state), or None if there is none. Collective."""
+    def load(self, policy: Policy, step: int | None = None) -> tuple[int, dict[str, Any]] | None:
+        """Restore `step` (default: the latest) into `policy`; its (step, state), None without one. Collective."""
+        policy = _ours(policy)
         step = self.latest() if step is None else step
         if step is None:
             return None
@@ -137,7 +139,9 @@ class DistCheckpointStore:
             loaded = dist_checkpointing.load(policy.sharded_state_dict(loading=True), str(folder))
         except _FAILURES as error:
             reason = f"{folder}: cannot be read: {_last_line(error)}"
-            raise CheckpointError(f"{reason}. To resume from an older one, write its name into {self._root / 'latest'}.") from error
+            raise CheckpointError(
+                f"{reason}. To resume from an older one, write its name into {self._root / 'latest'}."
+            ) from error
         policy.load_sharded_state_dict(loaded)
         if header["layout"] == policy.describe()["layout"]:
             _restore_random_states(folder, self._team)
@@ -171,6 +175,12 @@ class DistCheckpointStore:
         message = self._team.gather(message)[0]
         if message is not None:
             raise CheckpointError(message)
+
+
+def _ours(policy: Policy) -> MegatronPolicy:
+    if not isinstance(policy, MegatronPolicy):
+        raise TypeError(f"DistCheckpointStore saves a MegatronPolicy, got {type(policy).__name__}")
+    return policy
 
 
 def read_header(folder: Path) -> dict[str, Any]:
@@ -214,8 +224,10 @@ def _flush_to_disk(folder: Path, recurse: bool = True) -> None:
 
 def _random_states(team: Team) -> dict[str, torch.Tensor]:
     """Generator states of every rank, as tensors, so that nothing has to be unpickled."""
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    version, internal, gauss = random.getstate()
+    generator = np.random.get_state(legacy=True)
+    assert isinstance(generator, tuple)
+    _, keys, position, has_gauss, cached = generator
+    _, internal, _ = random.getstate()
     mine = {
         "torch": torch.get_rng_state(),
         "numpy": torch.from_numpy(np.concatenate([keys.astype(np.int64), [position, has_gauss]])),

@@ -13,10 +13,12 @@ together again (`stream_hf`) for any layout. A new family of models is a new tab
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -243,14 +245,16 @@ def slots(shape: ModelShape, layout: Layout) -> list[Slot]:
     return found
 
 
-def hf_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """The Hugging Face name and shape of every tensor of the model."""
+@functools.cache
+def hf_shapes(shape: ModelShape) -> Mapping[str, tuple[int, ...]]:
+    """The Hugging Face name and shape of every tensor of the model, in the order of computation."""
     one_rank = Layout(1, 1, 1, False, 1, 0)
-    return {
+    found = {
         name: part.shape(shape)
         for slot in slots(shape, one_rank)
         for name, part in zip(slot.parts, slot.rule.parts, strict=True)
     }
+    return MappingProxyType(found)
 
 
 def load_hf(chunks: Sequence[GPTModel], shape: ModelShape, layout: Layout, source: WeightSource) -> None:

@@ -41,11 +41,12 @@ def estimate(shape: ModelShape, layout: Layout, dtype: torch.dtype, train: Train
         "activations of a micro-batch": _activations(shape, layout, dtype, train),
         "logits in flight": train.logprob_chunk_tokens * shape.padded_vocab(layout.tensor) // layout.tensor * 4,
     }
+    whole = _whole(shape)
     return [
-        f"parameters    {count / 1e6:,.1f} M on the fullest of {layout.world} ranks, {_whole(shape) / 1e6:,.1f} M in all",
+        f"parameters    {count / 1e6:,.1f} M on the fullest of {layout.world} ranks, {whole / 1e6:,.1f} M in all",
         *_lines(rows),
-        f"host          {count * dtype.itemsize / GIB:,.2f} GiB for the reference weights, as much again while it scores",
-        f"engine        {_whole(shape) * dtype.itemsize / GIB:,.2f} GiB for its own copy of the weights",
+        f"host          {count * dtype.itemsize / GIB:,.2f} GiB for the reference weights, twice while it scores",
+        f"engine        {whole * dtype.itemsize / GIB:,.2f} GiB for its own copy of the weights",
     ]
 
 
@@ -60,7 +61,7 @@ def _lines(rows: dict[str, int]) -> Iterator[str]:
 
 
 def _activations(shape: ModelShape, layout: Layout, dtype: torch.dtype, train: TrainConfig) -> int:
-    """Bytes kept for backward: per token and layer two norms, the attention's and the feed-forward's inputs and outputs."""
+    """Bytes kept for backward: of each token and layer the norms, and what attention and feed-forward take and give."""
     heads = shape.num_attention_heads + 2 * shape.num_key_value_heads
     inside = (heads * shape.head_dim * 2 + 4 * shape.intermediate_size) // layout.tensor
     around = 5 * shape.hidden_size // (layout.tensor if layout.sequence else 1)

@@ -5,7 +5,7 @@ is a weighted sum over rows (`TrainBatch.weights`), whoever computes which row.
 
 Invariants, each tested:
 1. every row is in exactly one micro-batch;
-2. every rank has the same number of micro-batches, a multiple of `multiple` (pipeline schedules hang or refuse otherwise);
+2. every rank has the same number of micro-batches, a multiple of `multiple` (pipelines hang or refuse otherwise);
 3. no micro-batch has more than `budget` padded tokens, unless a single row alone is longer;
 4. the j-th micro-batches of all ranks have similar sizes, so that no rank waits for another.
 """

@@ -139,8 +139,8 @@ def _fill(adam: torch.optim.Optimizer) -> None:
 class _adam_steps_kept:
     """While loading, pass each parameter's own `step` through the distributed optimizer's state setter.
 
-    Megatron copies every key of torch Adam's state from the checkpoint's tensors, but stores `step` beside them, so that
-    the copy would end in a KeyError.
+    Megatron copies every key of torch Adam's state from the checkpoint's tensors, but stores `step` beside them: the
+    copy would end in a KeyError.
     """
 
     def __init__(self, parts: list[MegatronOptimizer]) -> None:
@@ -148,7 +148,7 @@ class _adam_steps_kept:
 
     def __enter__(self) -> None:
         for part in self._parts:
-            part._set_main_param_and_optimizer_states = _with_step(part)  # type: ignore[method-assign]
+            part._set_main_param_and_optimizer_states = _with_step(part)
 
     def __exit__(self, *_: object) -> None:
         for part in self._parts:

@@ -1,12 +1,12 @@
 """MegatronPolicy: the model, its optimizer and its frozen reference behind `seams.Policy`, on any layout.
 
 Every rank holds a step's batch whole, on CPU; what is distributed is the work. Rows go to data-parallel ranks in
-micro-batches (`microbatches.plan`), through the pipeline (Megatron's schedules), and the last stage turns hidden states into
-log-probs of the response tokens (`logprobs.target_outputs`).
+micro-batches (`microbatches.plan`), through the pipeline (Megatron's schedules), and the last stage turns hidden states
+into log-probs of the response tokens (`logprobs.target_outputs`).
 
-**The one loss scale.** `TrainBatch.weights` already hold the whole reduction, so a mini-batch's loss is a plain sum over
-rows. Megatron's schedule divides a micro-batch's loss by the number of micro-batches, and its data parallelism divides
-gradients by the number of ranks; `_loss_scale` undoes both. Hence loss and gradient do not depend on the layout.
+**The one loss scale.** `TrainBatch.weights` already hold the whole reduction, so a mini-batch's loss is a plain sum
+over rows. Megatron's schedule divides a micro-batch's loss by the number of micro-batches, and its data parallelism divides
+gradients by the number of ranks; `_MicroBatch.loss_scale` undoes both. Hence loss and gradient do not depend on the layout.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class MegatronPolicy:
     def _pipeline(
         self, batch: RolloutBatch | TrainBatch, finish: _Finish, entropy: bool, top_k: int, forward_only: bool
     ) -> None:
-        """Run this rank's micro-batches through Megatron's schedule; `finish` sees each one's outputs on the last stage."""
+        """Run this rank's micro-batches through Megatron's schedule; `finish` sees the outputs on the last stage."""
         mine = self._micro_batches(batch)
 
         def forward(iterator: Iterator[_MicroBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -214,7 +214,9 @@ class MegatronPolicy:
         plan = microbatches.plan(lengths, self._config.micro_batch_tokens, layout.data, multiple)[layout.dp_rank]
         height = max(map(len, plan)) if interleaved else 1
         scale = float(len(plan) * layout.data)
-        build = partial(_micro_batch, batch, lengths, layout.tensor if layout.sequence else 1, scale, self._runtime.device)
+        build = partial(
+            _micro_batch, batch, lengths, layout.tensor if layout.sequence else 1, scale, self._runtime.device
+        )
         return [build(rows, max(height, len(rows))) for rows in plan]
 
     def _outputs(self, hidden: Tensor, mb: _MicroBatch, entropy: bool, top_k: int) -> PolicyOutputs:
@@ -371,13 +373,17 @@ class _Tally:
         for name, values in token_loss.metrics.items():
             chosen = values.detach()[mask]  # fillers have no response
             if name.endswith("_max"):
-                self.maxima[name] = max(self.maxima.get(name, -float("inf")), float(chosen.max()) if len(chosen) else 0.0)
+                self.maxima[name] = max(
+                    self.maxima.get(name, -float("inf")), float(chosen.max()) if len(chosen) else 0.0
+                )
             else:
                 self.sums[name] = self.sums.get(name, 0.0) + float(chosen.sum())
         if not bool(torch.isfinite(value)):
             bad = (~torch.isfinite(batch.weights * token_loss.loss)).any(dim=1)
             groups = batch.rollouts.group[bad].tolist()
-            self.bad_rows += [f"problem {batch.rollouts.problems[group].id}" for group in groups] or ["the sum overflowed"]
+            self.bad_rows += [f"problem {batch.rollouts.problems[group].id}" for group in groups] or [
+                "the sum overflowed"
+            ]
 
     def packed(self) -> dict[str, Any]:
         return {

@@ -189,6 +189,8 @@ def _device(name: str | None) -> torch.device:
                 f"device=cuda: local rank {index} has no GPU, this machine has {torch.cuda.device_count()}. "
                 "Start at most one rank per GPU."
             )
+        # Megatron's tensor parallelism counts on kernels starting in the order in which they are launched.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         torch.cuda.set_device(index)
         return torch.device("cuda", index)
     return torch.device(name)
@@ -207,13 +209,16 @@ def _environment() -> tuple[int, int]:
 
 def _join(rank: int, world: int, device: torch.device, timeout: timedelta) -> None:
     backend = "gloo" if device.type == "cpu" else "nccl"
-    bound = device if device.type == "cuda" else None
-    if "MASTER_ADDR" in os.environ and "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout, device_id=bound)
-    else:
-        dist.init_process_group(
-            backend, store=dist.HashStore(), rank=rank, world_size=world, timeout=timeout, device_id=bound
+    # A rank alone needs no port that somebody else could hold.
+    store = dist.HashStore() if world == 1 else None
+    if store is None and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise ConfigError(
+            f"WORLD_SIZE={world}: MASTER_ADDR and MASTER_PORT are not set, so the ranks cannot find each other. "
+            "Start them with torchrun or --nproc."
         )
+    place = {} if store is None else {"store": store, "rank": rank, "world_size": world}
+    bound = device if device.type == "cuda" else None
+    dist.init_process_group(backend, timeout=timeout, device_id=bound, **place)
 
 
 def _build_groups(layout: Layout, timeout_s: float) -> None:

@@ -59,13 +59,15 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout_s: fl
             sender.close()
             ranks.append(process)
             ends.append(receiver)
-        return _collect(ends, time.monotonic() + timeout_s)
+        results = _collect(ends, time.monotonic() + timeout_s)
+        for process in ranks:
+            process.join(timeout=5.0)
+        return results
     finally:
         for process in ranks:
-            process.join(timeout=2.0)
             if process.is_alive():
                 process.kill()
-                process.join()
+            process.join()
 
 
 def _environment(rank: int, size: int, port: int) -> dict[str, str]:

@@ -15,7 +15,7 @@ import torch
 from capo_megatron.config import ParallelConfig, TrainConfig
 from capo_megatron.errors import CheckpointError
 from tests.parallel.launch import run_ranks
-from tests.parallel.test_policy_parity import TOLERANCE, rollouts, train_batch, random_weights
+from tests.parallel.test_policy_parity import TOLERANCE, random_weights, train_batch
 
 pytestmark = pytest.mark.parallel
 

@@ -1,4 +1,4 @@
-"""The same numbers from every layout: log-probs, entropies, top-k, losses, gradient norms, and weights after three steps.
+"""The same numbers from every layout: log-probs, entropies, top-k, losses, gradient norms, weights after three steps.
 
 One rank with one micro-batch is the yardstick. Every layout runs with a small token budget, so that each also has
 another split into micro-batches. Each layout is started once and runs every combination of algorithm and optimizer.

@@ -181,6 +181,14 @@ def test_a_process_alone_is_a_team_of_one_and_can_start_again(monkeypatch: pytes
         assert not torch.distributed.is_initialized()
 
 
+def test_ranks_that_cannot_find_each_other_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(ConfigError, match="WORLD_SIZE=2: MASTER_ADDR and MASTER_PORT are not set"):
+        runtime.start(ParallelConfig(), seed=0, device="cpu")
+
+
 def test_the_seed_decides_every_generator() -> None:
     drawn = []
     for seed in (1, 1, 2):
