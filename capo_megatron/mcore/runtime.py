@@ -216,7 +216,7 @@ def _join(rank: int, world: int, device: torch.device, timeout: timedelta) -> No
             f"WORLD_SIZE={world}: MASTER_ADDR and MASTER_PORT are not set, so the ranks cannot find each other. "
             "Start them with torchrun or --nproc."
         )
-    place = {} if store is None else {"store": store, "rank": rank, "world_size": world}
+    place: dict[str, Any] = {} if store is None else {"store": store, "rank": rank, "world_size": world}
     bound = device if device.type == "cuda" else None
     dist.init_process_group(backend, timeout=timeout, device_id=bound, **place)
 
