@@ -21,6 +21,8 @@ from capo_megatron.errors import CapoError, ConfigError
 if TYPE_CHECKING:
     from capo_megatron.config import RunConfig
 
+_LAUNCH = "capo-megatron-"  # begins the run id of ranks that --nproc starts
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
@@ -145,6 +147,8 @@ def _load(options: argparse.Namespace) -> RunConfig:
     from capo_megatron.config import load
     from capo_megatron.mcore.runtime import world_size
 
+    if _started_here() or os.environ.get("RANK", "0") != "0":
+        logging.getLogger("capo_megatron.config").setLevel(logging.ERROR)  # another process has shown the warnings
     target: Path = options.target
     if (target / "resolved.yaml").is_file():
         config = load(target / "resolved.yaml", options.overrides)
@@ -181,7 +185,7 @@ def _start_ranks(count: int, arguments: Sequence[str]) -> int:
         nproc_per_node=count,
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
-        run_id=f"local-{os.getpid()}",
+        run_id=f"{_LAUNCH}{os.getpid()}",
         max_restarts=0,
         monitor_interval=0.1,
     )
@@ -191,6 +195,11 @@ def _start_ranks(count: int, arguments: Sequence[str]) -> int:
         codes = [failure.exitcode for failure in error.failures.values()]
         return 2 if 2 in codes else next((code for code in codes if code > 0), 1)
     return 0
+
+
+def _started_here() -> bool:
+    """Whether this process is a rank that `_start_ranks` started."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(_LAUNCH)
 
 
 def _without_nproc(arguments: Sequence[str]) -> list[str]:

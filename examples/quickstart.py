@@ -2,8 +2,9 @@
 
     python examples/quickstart.py [--seed 0] [--ranks 2] [--output runs/quickstart] [--questions 2048]
 
-Runs the commands that you would type, on `examples/quickstart.yaml`: a supervised warm-up that makes the base model, two
-trainings from it, three evaluations on questions that no training or validation has seen; then one table and one figure. A run that was interrupted continues where it was.
+Runs the commands that you would type, on `examples/quickstart.yaml`: a supervised warm-up that makes the base model,
+two trainings from it, three evaluations on questions that neither training nor validation has seen; then one table and
+one figure. A run that was interrupted continues where it was.
 """
 
 from __future__ import annotations

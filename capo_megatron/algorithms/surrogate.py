@@ -58,7 +58,7 @@ def assemble(
     masks: tuple[TokenMask, ...] = (),
     needs: frozenset[Signal] = frozenset(),
     stateful: Mapping[str, Stateful] | None = None,
-    report: Callable[[], Mapping[str, float]] = dict,
+    report: Callable[[], dict[str, float]] = dict,
 ) -> Algorithm:
     """The algorithm of this estimator with the config's loss and reduction. Raises ConfigError on options out of range.
 

@@ -7,7 +7,7 @@
       latest                the name of the newest complete checkpoint
 
 A checkpoint is written under a temporary name and renamed when it is complete and on disk; `latest` is replaced after
-that. So whenever the run is killed, `latest` names a complete checkpoint, and a half-written one is not mistaken for it.
+that. So whenever the run is killed, `latest` names a complete checkpoint, and a half-written one is never used.
 """
 
 from __future__ import annotations

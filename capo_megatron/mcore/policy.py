@@ -5,8 +5,9 @@ micro-batches (`microbatches.plan`), through the pipeline (Megatron's schedules)
 into log-probs of the response tokens (`logprobs.target_outputs`).
 
 **The one loss scale.** `TrainBatch.weights` already hold the whole reduction, so a mini-batch's loss is a plain sum
-over rows. Megatron's schedule divides a micro-batch's loss by the number of micro-batches, and its data parallelism divides
-gradients by the number of ranks; `_MicroBatch.loss_scale` undoes both. Hence loss and gradient do not depend on the layout.
+over rows. Megatron's schedule divides a micro-batch's loss by the number of micro-batches, and its data parallelism
+divides gradients by the number of ranks; `_MicroBatch.loss_scale` undoes both. Hence loss and gradient do not depend on
+the layout.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ _LOGITS_TOKENS = 1_024  # tokens of `logprobs` whose float32 logits exist at one
 class Tokenizer(Protocol):
     """The part of a Hugging Face tokenizer that turns responses into text."""
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = ...) -> Any: ...
 
 
 class TransformersEngine:
