@@ -19,7 +19,7 @@ from capo_megatron.evaluation.run import compare, read_records
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
 MODELS = ("base", "grpo", "capo")
-COLUMNS = {
+COLUMNS = {"accuracy": "mean@16", "auc_mean": "AUC-mean", "auc_questions": "mixed", "auc_pooled": "pooled AUC"}
     "accuracy": "mean@16",
     "auc_mean": "AUC-mean",
     "auc_questions": "mixed questions",
