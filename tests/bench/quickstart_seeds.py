@@ -20,11 +20,6 @@ from capo_megatron.evaluation.run import compare, read_records
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
 MODELS = ("base", "grpo", "capo")
 COLUMNS = {"accuracy": "mean@16", "auc_mean": "AUC-mean", "auc_questions": "mixed", "auc_pooled": "pooled AUC"}
-    "accuracy": "mean@16",
-    "auc_mean": "AUC-mean",
-    "auc_questions": "mixed questions",
-    "auc_pooled": "pooled AUC",
-}
 
 
 def main() -> int:
