@@ -15,7 +15,8 @@ from torch import Tensor
 from capo_megatron.config import ParallelConfig
 from capo_megatron.mcore import runtime
 from capo_megatron.mcore.hf_files import DictSource, hf_config
-from capo_megatron.mcore.hf_weights import hf_shapes, init_random, load_hf, stream_hf
+from capo_megatron.mcore.hf_table import hf_shapes
+from capo_megatron.mcore.hf_weights import init_random, load_hf, stream_hf
 from capo_megatron.mcore.model import ModelShape, build_model, head_weight
 from tests.parallel.launch import run_ranks
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from capo_megatron.errors import CheckpointError
 from capo_megatron.mcore import hf_files
 from capo_megatron.mcore.hf_files import DictSource, DirectorySource, save_hf
-from capo_megatron.mcore.hf_weights import QWEN2, Packing, RandomSource, hf_shapes, load_hf, slots
+from capo_megatron.mcore.hf_table import QWEN2, Packing, hf_shapes, slots
+from capo_megatron.mcore.hf_weights import RandomSource, load_hf
 from capo_megatron.mcore.model import ModelShape, read_shape
 from capo_megatron.mcore.runtime import Layout
 
