@@ -16,7 +16,7 @@ quickstart: $(VENV)/.installed
 	$(BIN)/python examples/quickstart.py
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gpu" tests
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" tests
 
 # The parallel tests on Python 3.12 with the Megatron-core release that GPU images carry.
 test-latest: $(LATEST)/.installed

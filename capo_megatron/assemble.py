@@ -40,7 +40,7 @@ from capo_megatron.mcore.runtime import Runtime
 from capo_megatron.rewards import build_reward
 from capo_megatron.rollout.collect import gather_or_raise, share_of
 from capo_megatron.rollout.transformers import TransformersEngine
-from capo_megatron.runlog import RunLog, make_folder
+from capo_megatron.runlog import RunLog, make_folder, writing
 from capo_megatron.seams import SamplingParams
 from capo_megatron.trainer import Parts, train
 from capo_megatron.types import EvalRecord, Problem
@@ -344,15 +344,25 @@ def _make_base(
             _say_once(say, team, f"warm-up {step}/{warmup.steps}  loss {loss:.3f}  {left:.0f} s left")
 
     warm_up(warmup, policy, make_task(config.data, tokenizer, config.seed), tokenizer, progress)
+    gather_or_raise(team, lambda: _save_base(policy, team, shape, tokenizer, directory, recipe))
+
+
+def _save_base(
+    policy: MegatronPolicy,
+    team: Runtime,
+    shape: ModelShape,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    recipe: dict[str, Any],
+) -> None:
     weights = policy.hf_weights()
     if team.rank == 0:
         save_hf(directory, shape, weights)
-        tokenizer.save_pretrained(str(directory))
-        sign(directory, recipe)
-    else:
-        for _ in weights:  # every rank takes part in gathering every tensor
-            pass
-    team.barrier()
+        with writing(directory):
+            tokenizer.save_pretrained(str(directory))
+            sign(directory, recipe)
+    for _ in weights:  # every rank takes part in gathering every tensor
+        pass
 
 
 def _say_once(say: Say, team: Runtime, text: str) -> None:

@@ -16,7 +16,7 @@ from capo_megatron import diagnostics
 from capo_megatron.config import RunConfig
 from capo_megatron.errors import RolloutError, TrainingError
 from capo_megatron.evaluation.run import evaluate, summarise
-from capo_megatron.rollout.collect import Collected, collect
+from capo_megatron.rollout.collect import Collected, collect, gather_or_raise
 from capo_megatron.rollout.proof import Probe
 from capo_megatron.runlog import RunLog
 from capo_megatron.seams import (
@@ -54,7 +54,7 @@ def train(config: RunConfig, parts: Parts) -> int:
     """Train until `config.train.steps` or SIGTERM, resuming from the newest checkpoint; the step reached."""
     policy, log, team, algorithm = parts.policy, parts.log, parts.team, parts.algorithm
     step = saved = _resume(parts)
-    probe = Probe(config.rollout.probe_rows, config.rollout.probe_tolerance)
+    probe = Probe(config.rollout.probe_rows, config.probe_tolerance)
     skipped = 0
     gap = _refit(parts, probe)
     if step == 0 and config.eval.every and config.eval.at_start:
@@ -64,6 +64,7 @@ def train(config: RunConfig, parts: Parts) -> int:
             with log.phase("rollout") as phase:
                 rollout = _sample(config, parts, step)
                 phase.tokens = rollout.sampled
+            parts.engine.sleep()
             batch = rollout.batch
             with log.phase("score", tokens=int(batch.response_mask.sum())):
                 signals = _score(policy, algorithm, rollout)
@@ -154,7 +155,7 @@ def _mini_batches(config: RunConfig, algorithm: Algorithm, whole: TrainBatch) ->
 def _refit(parts: Parts, probe: Probe) -> dict[str, float]:
     """Give the engine the policy's weights and prove that both now say the same; the measured gap."""
     parts.engine.wake()
-    parts.engine.load_weights(parts.policy.hf_weights(), parts.policy.version)
+    gather_or_raise(parts.team, lambda: parts.engine.load_weights(parts.policy.hf_weights(), parts.policy.version))
     return probe.prove(parts.engine, parts.policy, parts.prompts, parts.sampling, parts.team, parts.pad_id)
 
 

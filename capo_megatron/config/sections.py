@@ -100,7 +100,7 @@ class RolloutConfig:
     stop: tuple[Name, ...] = ()  # single-token strings besides the tokenizer's end-of-sequence
     batch_size: Count = 256  # responses decoded together on a rank
     probe_rows: Whole = 4  # responses on which engine and policy are compared after every refit; 0 = off
-    probe_tolerance: Positive = 0.02  # largest median |exp(gap) - 1| between engine and policy before the run stops
+    probe_tolerance: Positive | None = None  # largest median of exp|gap| - 1 before the run stops; default: by dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +202,11 @@ class RunConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     log: LogConfig = field(default_factory=LogConfig)
     warmup: WarmupConfig | None = None
+
+    @property
+    def probe_tolerance(self) -> float:
+        """The largest gap between engine and policy: as set, or what rounding in the model's dtype leaves room for."""
+        return self.rollout.probe_tolerance or {"float32": 1e-3, "bfloat16": 2e-2}[self.model.dtype]
 
     def check(self, world_size: int) -> None:
         """Raise ConfigError if sections contradict each other or `world_size` ranks cannot be laid out so."""
