@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,7 +86,8 @@ class Optimizer:
         """
         for adam in self._torch_adams():
             _fill(adam)
-        state = self.megatron.sharded_state_dict(model, is_loading=loading, metadata=CHECKPOINT_METADATA)
+        with _bucket_padding_kept(self._parts()):
+            state = self.megatron.sharded_state_dict(model, is_loading=loading, metadata=CHECKPOINT_METADATA)
         return {"optimizer": state, "steps": self.schedule.num_steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -134,6 +136,45 @@ def _fill(adam: torch.optim.Optimizer) -> None:
                 slot["step"] = torch.tensor(0.0)
                 slot["exp_avg"] = torch.zeros_like(parameter)
                 slot["exp_avg_sq"] = torch.zeros_like(parameter)
+
+
+class _bucket_padding_kept:
+    """While saving, keep the padding between buckets in the gathered optimizer state.
+
+    Megatron gathers the state without that padding, but cuts each parameter out of it at its place in the padded
+    buffer. Behind a bucket that is not full, such as that of a tied embedding on the last pipeline stage, every
+    parameter would be saved with its neighbours' numbers.
+    """
+
+    def __init__(self, parts: list[MegatronOptimizer]) -> None:
+        self._parts = [part for part in parts if isinstance(part, DistributedOptimizer)]
+
+    def __enter__(self) -> None:
+        for part in self._parts:
+            part.get_parameter_state_dp_zero = partial(_padded_state, part)
+
+    def __exit__(self, *_: object) -> None:
+        for part in self._parts:
+            del part.get_parameter_state_dp_zero
+
+
+def _padded_state(part: DistributedOptimizer, **options: Any) -> dict[Any, Any] | None:
+    state = DistributedOptimizer.get_parameter_state_dp_zero(part, **options)
+    for index, buffer in enumerate(part.buffers if state else []):
+        for tensors in state[index].values():
+            for name, value in tensors.items():
+                if isinstance(value, torch.Tensor):
+                    tensors[name] = _pad_buckets(value, buffer)
+    return state
+
+
+def _pad_buckets(values: torch.Tensor, buffer: Any) -> torch.Tensor:
+    """[buffer.numel] of the same values, each bucket at its place in the buffer."""
+    sizes = [bucket.numel_unpadded for bucket in buffer.buckets]
+    padded = values.new_zeros(buffer.numel)
+    for bucket, part in zip(buffer.buckets, values.split(sizes), strict=True):
+        padded[bucket.offset : bucket.offset + len(part)] = part
+    return padded
 
 
 class _adam_steps_kept:
