@@ -27,7 +27,7 @@ _LAUNCH = "capo-megatron-"  # begins the run id of ranks that --nproc starts
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    options = _parser().parse_args(arguments, argparse.Namespace(arguments=arguments))
+    options = _options(arguments)
     try:
         return options.run(options)
     except CapoError as error:
@@ -36,6 +36,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _options(arguments: list[str]) -> argparse.Namespace:
+    """The parsed arguments. `key=value` may follow flags, too, where argparse alone would not recognize it."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments, argparse.Namespace(arguments=arguments))
+    unknown = [word for word in rest if word.startswith("-") or "=" not in word or "overrides" not in options]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if rest:
+        options.overrides = [*options.overrides, *rest]
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -1,0 +1,43 @@
+"""Where options may stand on the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from capo_megatron.cli import main
+
+CONFIG = str(Path(__file__).parents[2] / "examples" / "quickstart.yaml")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [CONFIG, "train.steps=7", "seed=3", "--ranks", "2"],
+        [CONFIG, "--ranks", "2", "train.steps=7", "seed=3"],
+        ["--ranks", "2", CONFIG, "train.steps=7", "seed=3"],
+        [CONFIG, "train.steps=7", "--ranks", "2", "seed=3"],
+    ],
+)
+def test_overrides_may_stand_before_and_after_flags(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", *arguments]) == 0
+    shown = capsys.readouterr().out
+    assert "2 ranks" in shown and "14 in all" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unknown"),
+    [
+        (["check", CONFIG, "--ranks", "2", "train.steps"], "train.steps"),
+        (["check", CONFIG, "--rank-count=2"], "--rank-count=2"),
+        (["doctor", "seed=3"], "seed=3"),
+    ],
+)
+def test_what_is_neither_flag_nor_override_is_refused(
+    arguments: list[str], unknown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert f"unrecognized arguments: {unknown}" in capsys.readouterr().err
