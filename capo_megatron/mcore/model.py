@@ -282,14 +282,16 @@ def _parallel_settings(layout: Layout) -> dict[str, Any]:
         "virtual_pipeline_model_parallel_size": layout.virtual if interleaved else None,
         "sequence_parallel": layout.sequence,
         # Micro-batches differ in length. Megatron refuses that on a dense model unless the (unused) token dispatcher
-        # is "alltoall".
-        "variable_seq_lengths": layout.pipeline > 1,
+        # is "alltoall". The interleaved schedule would mix up the lengths of two stages: it gets equal ones.
+        "variable_seq_lengths": layout.pipeline > 1 and not interleaved,
         "moe_token_dispatcher_type": "alltoall",
         # The interleaved schedule mixes up forward and backward messages of two stages unless they are sent one by one
         # and overlapped: silently wrong losses. The plain schedule refuses to overlap.
         "batch_p2p_comm": not interleaved,
         "overlap_p2p_comm": interleaved,
-        "deallocate_pipeline_outputs": layout.pipeline > 1,
+        # An output is freed as soon as its sending has begun. On CUDA the order of the streams makes that safe, but
+        # gloo would send what has taken its place in memory: now and then, silently wrong gradients.
+        "deallocate_pipeline_outputs": layout.pipeline > 1 and not cpu.installed(),
     }
 
 

@@ -13,7 +13,7 @@ from capo_megatron.config import ParallelConfig, ShapeConfig
 from capo_megatron.errors import CheckpointError, ConfigError
 from capo_megatron.mcore import cpu, runtime, versions
 from capo_megatron.mcore.hf_files import hf_config
-from capo_megatron.mcore.model import ModelShape, check_layout, read_shape
+from capo_megatron.mcore.model import ModelShape, check_layout, read_shape, transformer_config
 from capo_megatron.mcore.runtime import Layout
 from capo_megatron.seams import Team
 
@@ -33,6 +33,16 @@ def test_ranks_count_tensor_first_then_data_then_pipeline() -> None:
         assert place.rank_at(place.tp_rank, place.dp_rank, place.pp_rank) == place.rank
         assert place.world == 12 and place.data == 2
         assert place.is_first_stage == (place.rank < 4) and place.is_last_stage == (place.rank >= 8)
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_pipelines_over_gloo_never_free_what_is_being_sent_and_interleaved_ones_have_one_shape(virtual: int) -> None:
+    """Either would give wrong gradients, but only now and then, on a busy machine."""
+    cpu.install()
+    layout = Layout.of(ParallelConfig(pipeline=2, virtual=virtual), 2)
+    config = transformer_config(ModelShape(19, 32, 4, 4, 2, 48), layout, torch.float32, "none")
+    assert not config.deallocate_pipeline_outputs
+    assert config.variable_seq_lengths == (virtual == 1)
 
 
 def test_virtual_stages_interleave_the_layers() -> None:
