@@ -1,4 +1,4 @@
-"""`python -m capo_megatron`. The guard matters: Megatron's checkpoint writer starts processes that import this."""
+"""`python -m capo_megatron`. The guard matters where libraries start processes that import this."""
 
 import sys
 

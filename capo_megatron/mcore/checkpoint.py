@@ -16,8 +16,10 @@ import json
 import os
 import pickle
 import platform
+import queue
 import random
 import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,12 +29,14 @@ import numpy as np
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
 from capo_megatron.errors import CapoError, CheckpointError
+from capo_megatron.mcore import versions
 from capo_megatron.mcore.policy import MegatronPolicy
 from capo_megatron.seams import Policy, Team
 
@@ -82,8 +86,7 @@ class DistCheckpointStore:
         random_states = _random_states(self._team)
         self._together(lambda: self._prepare(unfinished, policy))
         try:
-            strategy = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
-            dist_checkpointing.save(sharded, str(unfinished), strategy)
+            dist_checkpointing.save(sharded, str(unfinished), _InProcess("torch_dist", 1, thread_count=1))
         except _FAILURES as error:
             self._together(lambda: shutil.rmtree(unfinished, ignore_errors=True))
             reason = f"{final}: not written: {_last_line(error)}"
@@ -121,7 +124,8 @@ class DistCheckpointStore:
         pointer.write_text(final.name)
         pointer.rename(self._root / "latest")
         _flush_to_disk(self._root, recurse=False)
-        for old in self.steps()[: -self._keep]:
+        # Later ones than this are of a run that was taken back; they do not count.
+        for old in [saved for saved in self.steps() if saved <= step][: -self._keep]:
             shutil.rmtree(self._folder(old))
 
     # --- load ----------------------------------------------------------------------------------------------------
@@ -136,7 +140,9 @@ class DistCheckpointStore:
         header = read_header(folder)
         _check_same_model(folder, header, policy.describe())
         try:
-            loaded = dist_checkpointing.load(policy.sharded_state_dict(loading=True), str(folder))
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Please use DTensor", category=FutureWarning)
+                loaded = dist_checkpointing.load(policy.sharded_state_dict(loading=True), str(folder))
         except _FAILURES as error:
             reason = f"{folder}: cannot be read: {_last_line(error)}"
             raise CheckpointError(
@@ -175,6 +181,18 @@ class DistCheckpointStore:
         message = self._team.gather(message)[0]
         if message is not None:
             raise CheckpointError(message)
+
+
+class _InProcess(TorchDistSaveShardedStrategy):
+    """Megatron's way to save, in this process.
+
+    Megatron's own would hand the results of writing over through a manager process, which takes seconds to start and
+    270 MiB, and lives on for ever when the rank is killed.
+    """
+
+    def async_save(self, *arguments: Any, **options: Any) -> Any:
+        filesystem_async._results_queue = queue.SimpleQueue()
+        return versions.write_here(super().async_save(*arguments, **options))
 
 
 def _ours(policy: Policy) -> MegatronPolicy:

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import functools
+import queue
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -35,3 +37,29 @@ def mlp_submodules(layer_submodules: Any) -> Any:
     if isinstance(mlp, functools.partial):  # 0.19.2
         return mlp.keywords["submodules"]
     return mlp.submodules
+
+
+def write_here(request: Any) -> Any:
+    """A checkpoint's write request, to be carried out by this process.
+
+    0.16.1 would fork a writer in the middle of the threads of gloo and OpenMP, which may hang and outlives a rank that
+    is killed; 0.19.2 writes in this process by itself.
+    """
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    if request.async_fn is None or "write_preloaded_data_multiproc" not in vars(FileSystemWriterAsync):
+        return request
+    transforms = request.async_fn.args[0]
+    return request._replace(async_fn=functools.partial(_write_buckets, FileSystemWriterAsync, transforms))
+
+
+def _write_buckets(writer: Any, transforms: list[Any], _rank: int, buckets: Sequence[Any], results: Any) -> None:
+    written: dict[int, Any] = {}
+    for index, bucket in enumerate(buckets):
+        said: queue.Queue[tuple[int, Any]] = queue.Queue()
+        pending: queue.Queue[int] = queue.Queue()
+        pending.put(index)
+        writer.write_preloaded_data(transforms, index, bucket, said, pending, use_fsync=True)
+        _, written[index] = said.get_nowait()
+    failures = [outcome for outcome in written.values() if isinstance(outcome, Exception)]
+    results.put(failures[0] if failures else written)

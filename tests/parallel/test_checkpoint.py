@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -198,20 +199,26 @@ def test_unusable_checkpoints_are_refused_in_one_line(root: Path, tmp_path: Path
     assert all("\n" not in text for text in said.values())
 
 
-def keep_two(folder: str) -> list[int]:
+def keep_some(folder: str) -> list[Any]:
     from capo_megatron.mcore import runtime
     from capo_megatron.mcore.checkpoint import DistCheckpointStore
 
     ranks = runtime.start(ParallelConfig(), seed=1)
     policy = make_policy(ranks, ParallelConfig())
-    store = DistCheckpointStore(Path(folder), ranks, keep=2)
-    for step in (1, 2, 3):
+    store = DistCheckpointStore(Path(folder), ranks, keep=3)
+    for step in (1, 4, 5, 6):
         store.save(step, policy, {})
-    return store.steps()
+    kept = [store.steps()]
+    (Path(folder) / "checkpoints" / "latest").write_text("step_000004")  # taken back
+    store = DistCheckpointStore(Path(folder), ranks, keep=1)
+    store.save(2, policy, {})
+    store.save(3, policy, {})
+    kept += [store.steps(), [store.latest()], [len(psutil.Process().children())]]
+    return kept
 
 
-def test_only_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
-    assert run_ranks(keep_two, 1, str(tmp_path)) == [[2, 3]]
+def test_the_last_checkpoints_are_kept_and_saving_leaves_no_process(tmp_path: Path) -> None:
+    assert run_ranks(keep_some, 1, str(tmp_path)) == [[[4, 5, 6], [3, 4, 5, 6], [3], [0]]]
 
 
 def bfloat16_round_trip(folder: str, parallel: ParallelConfig) -> list[Any]:
