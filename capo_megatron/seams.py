@@ -240,4 +240,4 @@ class Logger(Protocol):
     def warn(self, text: str) -> None: ...
 
     def resume_from(self, step: int) -> None:
-        """Forget what was recorded after `step`."""
+        """Begin, or continue after `step`: forget what was recorded later. -1 forgets everything."""

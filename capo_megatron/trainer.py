@@ -8,15 +8,15 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from capo_megatron import diagnostics
+from capo_megatron.agreement import gather_or_raise
 from capo_megatron.config import RunConfig
-from capo_megatron.errors import RolloutError, TrainingError
+from capo_megatron.errors import CheckpointError, RolloutError, TrainingError
 from capo_megatron.evaluation.run import evaluate, summarise
-from capo_megatron.rollout.collect import Collected, collect, gather_or_raise
+from capo_megatron.rollout.collect import Collected, collect
 from capo_megatron.rollout.proof import Probe
 from capo_megatron.runlog import RunLog
 from capo_megatron.seams import (
@@ -182,10 +182,17 @@ def _validate(config: RunConfig, parts: Parts, step: int) -> dict[str, float]:
 
 
 def _resume(parts: Parts) -> int:
+    """The step that the newest checkpoint reached, 0 without one. The log begins only once it has been accepted."""
     found = parts.store.load(parts.policy)
     if found is None:
+        parts.log.resume_from(-1)
         return 0
     step, state = found
+    if state["method"] != parts.algorithm.name:
+        raise CheckpointError(
+            f"algorithm.kind={parts.algorithm.name}: the checkpoint of step {step} in this output was trained by "
+            f"{state['method']}. Nothing was changed. Choose another output, or algorithm.kind={state['method']}."
+        )
     parts.prompts.load_state_dict(state["prompts"])
     parts.algorithm.load_state_dict(state["algorithm"])
     parts.log.resume_from(step)
@@ -193,7 +200,11 @@ def _resume(parts: Parts) -> int:
 
 
 def _save(parts: Parts, step: int) -> int:
-    state: dict[str, Any] = {"prompts": parts.prompts.state_dict(), "algorithm": parts.algorithm.state_dict()}
+    state = {
+        "method": parts.algorithm.name,
+        "prompts": parts.prompts.state_dict(),
+        "algorithm": parts.algorithm.state_dict(),
+    }
     parts.store.save(step, parts.policy, state)
     return step
 

@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, count
 
+from capo_megatron.agreement import gather_or_raise
 from capo_megatron.errors import RolloutError
 from capo_megatron.evaluation.comparison import Comparison, compare
 from capo_megatron.evaluation.records import read_records, summarise, write_records
-from capo_megatron.rollout.collect import Collected, collect, gather_or_raise, share_of
+from capo_megatron.rollout.collect import Collected, collect, share_of
 from capo_megatron.seams import RewardFunction, RolloutEngine, SamplingParams, Team
 from capo_megatron.types import EvalRecord, Problem, Verdict
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from capo_megatron.errors import CapoError, RewardError, RolloutError
+from capo_megatron.agreement import gather_or_raise
+from capo_megatron.errors import RewardError, RolloutError
 from capo_megatron.seams import RewardFunction, RolloutEngine, SamplingParams, Team
 from capo_megatron.types import Grade, Problem, RolloutBatch, Segment, Verdict
 
-_Outcome = TypeVar("_Outcome")
 _Ids = Sequence[int] | np.ndarray
 
 
@@ -87,8 +86,8 @@ def collect(
 
     Each rank samples and grades its engine's share (a contiguous, balanced part of the problems). A problem that occurs
     several times gets different responses each time.
-    Raises RolloutError on every rank if one of them fails, the shares leave a problem out, or the engines' weights
-    are of different versions or of another than `version`; RewardError if grades cannot be put together.
+    Raises, on every rank, what one of them raises; RolloutError if the shares leave a problem out, or the engines'
+    weights are of different versions or of another than `version`; RewardError if grades cannot be put together.
     """
     parts = gather_or_raise(team, lambda: _take_share(engine, reward, problems, samples, params, version))
     _check_versions(parts)
@@ -100,27 +99,6 @@ def collect(
         sampled=sum(len(part.ids) for part in whole),
         seconds={name: max(part.seconds[name] for part in parts) for name in parts[0].seconds},
     )
-
-
-def gather_or_raise(team: Team, work: Callable[[], _Outcome]) -> list[_Outcome]:
-    """What `work` returned on every rank, in rank order. Collective.
-
-    A CapoError on one rank becomes the same RolloutError on all of them, so that none waits for a rank that has left.
-    """
-    outcome: _Outcome | None = None
-    failure: str | None = None
-    try:
-        outcome = work()
-    except CapoError as error:
-        if team.size == 1:
-            raise
-        failure = str(error)
-    answers = team.gather((outcome, failure))
-    failures = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text is not None]
-    if failures:
-        others = f" ({len(failures) - 1} more ranks failed)" if len(failures) > 1 else ""
-        raise RolloutError(failures[0] + others)
-    return [answer for answer, _ in answers]
 
 
 def share_of(count: int, share: tuple[int, int]) -> range:

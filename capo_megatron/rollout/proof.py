@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from capo_megatron.agreement import gather_or_raise
 from capo_megatron.errors import RolloutError
-from capo_megatron.rollout.collect import align, gather_or_raise
+from capo_megatron.rollout.collect import align
 from capo_megatron.seams import Policy, PromptSource, RolloutEngine, SamplingParams, Team
 from capo_megatron.types import Problem, RolloutBatch, Segment
 

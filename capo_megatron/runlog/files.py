@@ -32,7 +32,7 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = _REASONS.get(error.errno or 0, error.strerror or str(error))
+        reason = _REASONS.get(error.errno or 0, f"{error.strerror or error}. Choose another output")
         raise CapoError(f"{path}: cannot be written: {reason}.") from error
 
 
@@ -42,6 +42,16 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path) as probe:
             probe.write(b"x")
+
+
+def check_writable(folder: Path) -> None:
+    """Raise CapoError unless files can be written in `folder`, or it could be made. Leaves nothing behind."""
+    with writing(folder):
+        place = folder
+        while not place.exists():
+            place = place.parent
+        with tempfile.TemporaryDirectory(dir=place):
+            pass
 
 
 def write_text(path: Path, text: str) -> None:

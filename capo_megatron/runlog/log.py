@@ -13,12 +13,13 @@ from typing import Any
 
 from torch import Tensor
 
+from capo_megatron.agreement import on_first_rank
 from capo_megatron.config import LogConfig
 from capo_megatron.runlog.console import PlainDisplay, make_display
 from capo_megatron.runlog.files import append_line, keep_rows, make_folder, to_json, write_text
 from capo_megatron.runlog.provenance import provenance
-from capo_megatron.runlog.trackers import Tracker, make_trackers
-from capo_megatron.seams import Rollout
+from capo_megatron.runlog.trackers import Tracker, make_trackers, require_packages
+from capo_megatron.seams import Rollout, Team
 from capo_megatron.types import Signals
 
 _REMEMBERED = 20  # steps over which the time left is averaged
@@ -32,7 +33,7 @@ class Phase:
 
 
 class RunLog:
-    """Implements `seams.Logger` on rank 0; the other ranks only keep time.
+    """Implements `seams.Logger`. Rank 0 writes, the others keep time and learn of its failures.
 
     In `output`:
 
@@ -42,22 +43,23 @@ class RunLog:
         versions.json        versions, git revision and command of the latest start
         tensorboard/         if asked
 
-    Raises CapoError if the folder or the disk refuses, ConfigError if a tracker's package is missing.
+    Nothing is written before `resume_from` or the first record: a start that is refused leaves an earlier run as it
+    was. `resume_from`, `step` and `samples` are collective and raise CapoError on every rank if the folder or the disk
+    refuses; the constructor raises ConfigError if a tracker's package is missing.
     """
 
-    def __init__(self, output: Path, config: LogConfig, resolved: str, team_rank: int, total_steps: int) -> None:
-        self._output, self._config, self._total = Path(output), config, total_steps
-        self._active = team_rank == 0
+    def __init__(self, output: Path, config: LogConfig, resolved: str, team: Team, total_steps: int) -> None:
+        self._output, self._config, self._resolved = Path(output), config, resolved
+        self._team, self._total = team, total_steps
+        self._active = team.rank == 0
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._tokens: defaultdict[str, int] = defaultdict(int)
         self._recent: deque[float] = deque(maxlen=_REMEMBERED)
         self._trackers: list[Tracker] = []
         self._display: PlainDisplay | None = None
-        self._continues = False
+        self._begun = self._continues = False
+        on_first_rank(team, lambda: require_packages(config))
         if self._active:
-            make_folder(self._output)
-            self._write_start(resolved)
-            self._trackers = make_trackers(config, self._output, resolved)
             self._display = make_display(config.console, total_steps)
         self._last: float | None = None
 
@@ -79,25 +81,23 @@ class RunLog:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record a step's metrics, with the seconds and tokens/s of its phases since the last call."""
         row = {name: float(value) for name, value in metrics.items()} | self._times()
-        if not self._active:
-            return
         if not self._continues:  # what an earlier start logged from here on was not saved by any checkpoint
             self.resume_from(step - 1)
-        append_line(self._output / "metrics.jsonl", to_json({"step": step, "time": round(time.time(), 3), **row}))
-        for tracker in self._trackers:
-            tracker.step(step, row)
-        if self._display is not None:
-            self._display.step(step, row, row["seconds/step"], self._left(step, row["seconds/step"]))
+        on_first_rank(self._team, lambda: self._record(step, row))
 
     def samples(self, step: int, rollout: Rollout, signals: Signals, advantages: Tensor) -> None:
         """Write the first `LogConfig.samples` responses of a step, siblings together, with what they earned."""
         count = min(self._config.samples, len(rollout.texts))
-        if not self._active or not count:
-            return
-        folder = self._output / "samples"
-        make_folder(folder)
-        rows = [_sample(row, rollout, signals, advantages) for row in range(count)]
-        write_text(folder / f"step_{step:06d}.jsonl", "".join(f"{to_json(row)}\n" for row in rows))
+
+        def write() -> None:
+            self._begin()
+            make_folder(self._output / "samples")
+            rows = [_sample(row, rollout, signals, advantages) for row in range(count)]
+            path = self._output / "samples" / f"step_{step:06d}.jsonl"
+            write_text(path, "".join(f"{to_json(row)}\n" for row in rows))
+
+        if count:
+            on_first_rank(self._team, write)
 
     @contextmanager
     def phase(self, name: str, tokens: int = 0) -> Iterator[Phase]:
@@ -121,10 +121,30 @@ class RunLog:
     def resume_from(self, step: int) -> None:
         """Drop the metrics of steps after `step`, which a run that died had logged but not saved. All or nothing."""
         self._continues = True
-        if self._active:
+
+        def drop() -> None:
+            self._begin()
             keep_rows(self._output / "metrics.jsonl", lambda row: _step(row) <= step)
 
+        on_first_rank(self._team, drop)
+
     # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Make the folder and note what this start was made with, once."""
+        if self._begun:
+            return
+        make_folder(self._output)
+        self._write_start(self._resolved)
+        self._trackers = make_trackers(self._config, self._output, self._resolved)
+        self._begun = True
+
+    def _record(self, step: int, row: Mapping[str, float]) -> None:
+        append_line(self._output / "metrics.jsonl", to_json({"step": step, "time": round(time.time(), 3), **row}))
+        for tracker in self._trackers:
+            tracker.step(step, row)
+        if self._display is not None:
+            self._display.step(step, row, row["seconds/step"], self._left(step, row["seconds/step"]))
 
     def _write_start(self, resolved: str) -> None:
         path = self._output / "resolved.yaml"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
@@ -19,10 +20,26 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-def make_trackers(config: LogConfig, output: Path, resolved: str) -> list[Tracker]:
-    """The trackers that the config asks for; `resolved` is the whole config as YAML.
+def require_packages(config: LogConfig) -> None:
+    """Raise ConfigError if the package of a tracker that the config asks for cannot be imported."""
+    asked = {"tensorboard": config.tensorboard, "wandb": config.wandb is not None}
+    modules = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
+    for package, module in modules.items():
+        try:
+            if asked[package]:
+                import_module(module)
+        except ImportError as error:
+            got, off = ("true", "false") if package == "tensorboard" else (config.wandb, "null")
+            raise ConfigError(
+                f"log.{package}={got}: needs the package {package}, which cannot be imported ({error}). "
+                f"pip install {package}, or set log.{package}={off}."
+            ) from error
 
-    Raises ConfigError if a package is missing or refuses to start.
+
+def make_trackers(config: LogConfig, output: Path, resolved: str) -> list[Tracker]:
+    """The trackers that the config asks for, whose packages are there; `resolved` is the whole config as YAML.
+
+    Raises ConfigError if one refuses to start.
     """
     trackers: list[Tracker] = []
     if config.tensorboard:
@@ -40,13 +57,8 @@ class TensorBoard:
     """Event files under `output`/tensorboard. The first step written hides later steps of an earlier start."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                f"log.tensorboard=true: needs the package tensorboard, which cannot be imported ({error}). "
-                "pip install tensorboard, or set log.tensorboard=false."
-            ) from error
+        from torch.utils.tensorboard import SummaryWriter
+
         self._make, self._folder = SummaryWriter, folder
         self._writer: SummaryWriter | None = None
 
@@ -67,13 +79,8 @@ class WeightsAndBiases:
     """A W&B run whose id follows from the output folder, so that a restart continues the same run."""
 
     def __init__(self, project: str, name: str, output: Path, resolved: str) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ConfigError(
-                f"log.wandb={project}: needs the package wandb, which cannot be imported ({error}). "
-                "pip install wandb, or set log.wandb=null."
-            ) from error
+        import wandb
+
         identity = hashlib.blake2b(str(output.resolve()).encode(), digest_size=8).hexdigest()
         try:
             self._run = wandb.init(

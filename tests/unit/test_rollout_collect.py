@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from capo_megatron.errors import RewardError, RolloutError
-from capo_megatron.rollout.collect import Collected, collect, gather_or_raise, share_of
+from capo_megatron.rollout.collect import Collected, collect, share_of
 from capo_megatron.seams import SamplingParams, Solo
 from capo_megatron.types import Grade, Problem, Sample, Segment, Verdict
 from tests.unit.tiny_qwen2 import ThreadTeam, engine_of, mixed_problems, on_ranks, tiny_model
@@ -188,21 +188,13 @@ def test_a_failure_on_one_rank_is_raised_on_all() -> None:
         reward = ByText(ends_well if team.rank == 0 else refuse)
         return collect(Script(answers, (team.rank, team.size)), reward, problems, 1, PARAMS, team, PAD)
 
-    for work, message in (
-        (engine_fails, "rank 1: problem 'y': non-finite logits"),
-        (reward_fails, "rank 1: the grading workers died (1 more ranks failed)"),
+    for work, kind, message in (
+        (engine_fails, RolloutError, "rank 1: problem 'y': non-finite logits"),
+        (reward_fails, RewardError, "rank 1: the grading workers died (1 more ranks failed)"),
     ):
         outcomes = on_ranks(3, work)
-        assert [type(outcome) for outcome in outcomes] == [RolloutError] * 3
+        assert [type(outcome) for outcome in outcomes] == [kind] * 3
         assert {str(outcome) for outcome in outcomes} == {message}
-
-
-def test_a_failure_of_a_team_of_one_keeps_its_kind() -> None:
-    def fail() -> None:
-        raise RewardError("no worker")
-
-    with pytest.raises(RewardError, match=r"^no worker$"):
-        gather_or_raise(Solo(), fail)
 
 
 def test_stale_or_different_weights_are_refused_on_all_ranks() -> None:

@@ -16,14 +16,15 @@ from rich.console import Console
 
 from capo_megatron.config import LogConfig
 from capo_megatron.errors import CapoError, ConfigError, DataError
-from capo_megatron.runlog import RunLog, provenance, read_rows, to_json, write_text
+from capo_megatron.runlog import RunLog, check_writable, provenance, read_rows, to_json, write_text
 from capo_megatron.runlog import console as display
 from capo_megatron.runlog.provenance import revision
+from capo_megatron.seams import Solo
 from capo_megatron.types import Grade, Problem, RolloutBatch, Signals, Verdict
 
 
 def open_log(output, rank=0, total=10, resolved="output: x\n", **options) -> RunLog:
-    return RunLog(output, LogConfig(**({"console": "off"} | options)), resolved, rank, total)
+    return RunLog(output, LogConfig(**({"console": "off"} | options)), resolved, Solo(rank), total)
 
 
 @dataclass
@@ -134,7 +135,7 @@ def test_reading_forgives_a_torn_end_but_no_other_broken_line(tmp_path):
 
 def test_a_changed_config_keeps_the_earlier_one(tmp_path):
     for resolved in ("seed: 1\n", "seed: 1\n", "seed: 2\n", "seed: 3\n"):
-        open_log(tmp_path, resolved=resolved).close()
+        open_log(tmp_path, resolved=resolved).resume_from(-1)
     kept = {path.name: path.read_text() for path in tmp_path.glob("resolved*.yaml")}
     assert kept == {"resolved.yaml": "seed: 3\n", "resolved.1.yaml": "seed: 1\n", "resolved.2.yaml": "seed: 2\n"}
 
@@ -149,11 +150,19 @@ def test_a_full_disk_is_one_line_that_says_so(tmp_path):
 
 def test_an_output_that_cannot_be_a_folder_is_refused_before_anything_is_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CapoError, match="cannot be written: a file is in the way"):
-        open_log(tmp_path / "file")
-    with pytest.raises(CapoError, match="cannot be written: a file is in the way"):
-        open_log(tmp_path / "file" / "run")
+    for output in (tmp_path / "file", tmp_path / "file" / "run"):
+        for attempt in (check_writable, lambda path: open_log(path).resume_from(-1)):
+            with pytest.raises(CapoError, match="cannot be written: a file is in the way"):
+                attempt(output)
+    with pytest.raises(CapoError, match=r"^/proc/run: cannot be written: .*Choose another output"):
+        check_writable(Path("/proc/run"))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_check_of_an_output_leaves_nothing_and_so_does_opening_the_log(tmp_path):
+    check_writable(tmp_path / "deep" / "run")
+    open_log(tmp_path / "deep" / "run").close()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path):
