@@ -12,7 +12,9 @@ that. So whenever the run is killed, `latest` names a complete checkpoint, and a
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import pickle
 import platform
@@ -20,7 +22,7 @@ import queue
 import random
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +37,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 
-from capo_megatron.errors import CapoError, CheckpointError
+from capo_megatron.agreement import on_first_rank
+from capo_megatron.errors import CheckpointError
 from capo_megatron.mcore import versions
+from capo_megatron.mcore.model import ModelShape
 from capo_megatron.mcore.policy import MegatronPolicy
 from capo_megatron.seams import Policy, Team
 
@@ -52,7 +56,6 @@ class DistCheckpointStore:
         self._root = output / "checkpoints"
         self._team = team
         self._keep = keep
-        self._together(self._sweep)
 
     def steps(self) -> list[int]:
         """Steps of all complete checkpoints, oldest first."""
@@ -71,6 +74,12 @@ class DistCheckpointStore:
             )
         return int(name.removeprefix("step_"))
 
+    def check(self, shape: ModelShape) -> None:
+        """Raise CheckpointError if `load` would refuse the latest checkpoint, as one of another model."""
+        step = self.latest()
+        if step is not None:
+            _check_same_model(self._folder(step), read_header(self._folder(step)), shape.identity())
+
     # --- save ----------------------------------------------------------------------------------------------------
 
     def save(self, step: int, policy: Policy, state: Mapping[str, Any]) -> Path:
@@ -85,23 +94,23 @@ class DistCheckpointStore:
         sharded = policy.sharded_state_dict(loading=False)
         random_states = _random_states(self._team)
         self._together(lambda: self._prepare(unfinished, policy))
-        try:
-            dist_checkpointing.save(sharded, str(unfinished), _InProcess("torch_dist", 1, thread_count=1))
-        except _FAILURES as error:
+        writer = _InProcess("torch_dist", 1, thread_count=1)
+        _, reason = self._tried(lambda: dist_checkpointing.save(sharded, str(unfinished), writer))
+        if reason is not None:
             self._together(lambda: shutil.rmtree(unfinished, ignore_errors=True))
-            reason = f"{final}: not written: {_last_line(error)}"
-            raise CheckpointError(f"{reason}. Free disk space or choose another output.") from error
+            raise CheckpointError(f"{final}: not written: {reason}. Free disk space or choose another output.")
         self._together(lambda: self._finish(unfinished, final, policy.describe(), step, state, random_states))
         return final
 
     def _prepare(self, unfinished: Path, policy: MegatronPolicy) -> None:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        for left in self._root.glob("*" + _UNFINISHED):  # by a run that was killed; readers must not touch them
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
         unfinished.mkdir(parents=True)
         need, free = policy.checkpoint_bytes(), shutil.disk_usage(unfinished).free
         if free < need:
             shutil.rmtree(unfinished)
             raise CheckpointError(
-                f"{unfinished.parent}: {free / 2**20:.0f} MiB free, a checkpoint needs {need / 2**20:.0f} MiB. "
+                f"{unfinished.parent}: {free / 2**20:,.1f} MiB free, a checkpoint needs {need / 2**20:,.1f} MiB. "
                 "Nothing was written. Free disk space or choose another output."
             )
 
@@ -114,10 +123,15 @@ class DistCheckpointStore:
         state: Mapping[str, Any],
         random_states: dict[str, torch.Tensor],
     ) -> None:
-        save_file(random_states, unfinished / "rng.safetensors")
         header = {"step": step, **model, "versions": _versions(), "state": state}
-        (unfinished / "state.json").write_text(json.dumps(header, indent=1))
-        _flush_to_disk(unfinished)
+        try:
+            save_file(random_states, unfinished / "rng.safetensors")
+            (unfinished / "state.json").write_text(json.dumps(header, indent=1))
+            _flush_to_disk(unfinished)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            reason = f"{final}: not written: {_last_line(error)}"
+            raise CheckpointError(f"{reason}. Free disk space or choose another output.") from error
         shutil.rmtree(final, ignore_errors=True)
         unfinished.rename(final)
         pointer = self._root / ("latest" + _UNFINISHED)
@@ -137,17 +151,17 @@ class DistCheckpointStore:
         if step is None:
             return None
         folder = self._folder(step)
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: no such checkpoint. There are: {self.steps() or 'none'}.")
         header = read_header(folder)
-        _check_same_model(folder, header, policy.describe())
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="Please use DTensor", category=FutureWarning)
-                loaded = dist_checkpointing.load(policy.sharded_state_dict(loading=True), str(folder))
-        except _FAILURES as error:
-            reason = f"{folder}: cannot be read: {_last_line(error)}"
+        _check_same_model(folder, header, policy.describe()["model"])
+        sharded = policy.sharded_state_dict(loading=True)
+        loaded, reason = self._tried(lambda: dist_checkpointing.load(sharded, str(folder)))
+        if reason is not None:
             raise CheckpointError(
-                f"{reason}. To resume from an older one, write its name into {self._root / 'latest'}."
-            ) from error
+                f"{folder}: cannot be read: {reason}. To resume from an older one, write its name into "
+                f"{self._root / 'latest'}."
+            )
         policy.load_sharded_state_dict(loaded)
         if header["layout"] == policy.describe()["layout"]:
             _restore_random_states(folder, self._team)
@@ -162,25 +176,30 @@ class DistCheckpointStore:
         found = self._root.glob("step_*")
         return [path for path in found if not path.name.endswith(_UNFINISHED) and (path / "state.json").is_file()]
 
-    def _sweep(self) -> None:
-        """Remove what a killed run left unfinished."""
-        self._root.mkdir(parents=True, exist_ok=True)
-        for path in self._root.glob("*" + _UNFINISHED):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    def _tried(self, work: Callable[[], Any]) -> tuple[Any, str | None]:
+        """What `work` returned, and why Megatron could not use the files, the same on every rank. Collective."""
+        outcome, reason = None, None
+        try:
+            with _quiet():
+                outcome = work()
+        except CheckpointException as error:  # some of the ranks are not told why
+            reason = "; ".join(dict.fromkeys(_last_line(cause) for cause, _ in error.failures.values()))
+        except _FAILURES as error:
+            reason = _last_line(error)
+        reasons = [text for text in self._team.gather(reason) if text is not None]
+        return outcome, (max(reasons, key=len) or "another rank failed") if reasons else None
 
     def _together(self, action: Any) -> None:
         """Rank 0 acts on files, everybody waits, and everybody learns of a failure."""
-        message = None
-        if self._team.rank == 0:
+
+        def act() -> None:
             try:
                 action()
-            except CapoError as error:
-                message = str(error)
             except OSError as error:
-                message = f"{error.filename or self._root}: {error.strerror}. Choose another output or mend it."
-        message = self._team.gather(message)[0]
-        if message is not None:
-            raise CheckpointError(message)
+                reason = f"{error.filename or self._root}: {error.strerror}. Choose another output or mend it."
+                raise CheckpointError(reason) from error
+
+        on_first_rank(self._team, act)
 
 
 class _InProcess(TorchDistSaveShardedStrategy):
@@ -211,14 +230,28 @@ def read_header(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder / 'state.json'}: damaged ({error}). Resume from an older checkpoint.") from None
 
 
-def _check_same_model(folder: Path, header: dict[str, Any], now: dict[str, Any]) -> None:
-    for name, value in now["model"].items():
+def _check_same_model(folder: Path, header: dict[str, Any], model: dict[str, Any]) -> None:
+    for name, value in model.items():
         saved = header["model"].get(name)
         if saved != value:
             raise CheckpointError(
                 f"{folder}: saved for a model with {name} {saved}, this one has {value}. Nothing was loaded. "
                 "Choose another output, or the model that the checkpoint was saved for."
             )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Megatron logs what it raises as well, and makes torch warn of what Megatron still uses."""
+    log = logging.getLogger("megatron.core.dist_checkpointing")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Please use DTensor", category=FutureWarning)
+            yield
+    finally:
+        log.setLevel(before)
 
 
 def _last_line(error: BaseException) -> str:

@@ -26,7 +26,7 @@ def load_hf(chunks: Sequence[GPTModel], shape: ModelShape, layout: Layout, sourc
     Raises CheckpointError if a tensor is missing, has another shape, or is not part of such a model. Nothing is
     changed then.
     """
-    _check_source(shape, source)
+    check_source(shape, source)
     mine = [slot for slot in slots(shape, layout) if slot.pp_rank == layout.pp_rank]
     if shape.tie_word_embeddings and layout.is_last_stage and layout.pipeline > 1:
         copy = Rule(Home.END, ("output_layer.weight",), (EMBEDDING,), cut=0, vocabulary=True)
@@ -39,7 +39,7 @@ def load_hf(chunks: Sequence[GPTModel], shape: ModelShape, layout: Layout, sourc
     assert filled == {parameter for chunk in chunks for parameter in chunk.parameters()}, "a parameter has no rule"
 
 
-def _check_source(shape: ModelShape, source: WeightSource) -> None:
+def check_source(shape: ModelShape, source: WeightSource) -> None:
     expected = hf_shapes(shape)
     found = source.names()
     for name, wanted in expected.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from math import gcd
 from pathlib import Path
 from typing import Any, Literal
@@ -73,6 +73,10 @@ class ModelShape:
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_attention_heads
+
+    def identity(self) -> dict[str, Any]:
+        """JSON values that decide what the tensors of a checkpoint mean."""
+        return {key: value for key, value in asdict(self).items() if key not in ("name", "initializer_range")}
 
     def padded_vocab(self, tensor: int) -> int:
         """Rows of the embedding and the head over all tensor-parallel ranks; rows from `vocab_size` on are padding.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -248,9 +248,8 @@ class MegatronPolicy:
     def describe(self) -> dict[str, Any]:
         """JSON values that identify the model and the layout."""
         layout = self._layout
-        irrelevant = ("name", "initializer_range")  # for what a checkpoint's tensors mean
         return {
-            "model": {key: value for key, value in asdict(self._shape).items() if key not in irrelevant},
+            "model": self._shape.identity(),
             "layout": {
                 "tensor": layout.tensor,
                 "pipeline": layout.pipeline,
