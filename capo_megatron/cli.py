@@ -19,9 +19,12 @@ from typing import TYPE_CHECKING
 from capo_megatron.errors import CapoError, ConfigError
 
 if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
     from capo_megatron.config import RunConfig
 
 _LAUNCH = "capo-megatron-"  # begins the run id of ranks that --nproc starts
+_PATIENCE_S = 5.0  # how long ranks wait for a word of each other when something went wrong
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,6 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if _first_to_say(str(error)):
             print(f"capo-megatron: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 2
+    except RuntimeError:  # how the loss of another rank looks from here
+        if _explained_by_another_rank():
+            return 2
+        raise
     except KeyboardInterrupt:
         return 130
 
@@ -74,13 +81,15 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--ranks", type=int, default=1, help="ranks that the run would have (default 1)")
 
     sample = command("sample", _sample, "sample responses to prompts")
-    configured(sample, "CONFIG|RUN")
+    configured(sample, "CONFIG|RUN|MODEL")
     sample.add_argument("--prompt", action="append", help="a problem's text, before the template (may be repeated)")
-    sample.add_argument("--problems", type=int, default=4, help="validation problems to sample, without --prompt")
+    sample.add_argument("--problems", type=int, default=4, help="held-out problems to sample, without --prompt")
     sample.add_argument("--n", type=int, default=1, help="samples per problem")
+    sample.add_argument("--base", action="store_true", help="sample from the model before training")
+    sample.add_argument("--step", type=int, help="checkpoint to sample from (default: the latest)")
 
     evaluate = command("eval", _eval, "sample and grade problems; write records and print accuracy and calibration")
-    configured(evaluate, "CONFIG|RUN")
+    configured(evaluate, "CONFIG|RUN|MODEL")
     evaluate.add_argument("--n", type=int, help="samples per problem (default: eval.samples)")
     evaluate.add_argument("--problems", type=int, help="evaluation problems of a task, or the first ones of the files")
     evaluate.add_argument("--base", action="store_true", help="evaluate the model before training")
@@ -106,27 +115,33 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
+    config = _load(options)
     from capo_megatron.assemble import describe
-    from capo_megatron.config import load
 
-    config = load(options.target, options.overrides)
     for line in describe(config, options.ranks):
         _say(line)
     return 0
 
 
 def _sample(options: argparse.Namespace) -> int:
-    config = _load(options)
+    config = _load(options, training=False)
     if _starts_ranks(options):
         return _start_ranks(options.nproc, options.arguments)
-    from capo_megatron.assemble import run_sampling
+    from capo_megatron.assemble import SamplingRequest, run_sampling
 
-    run_sampling(config, options.prompt or [], options.problems, options.n, _say)
+    request = SamplingRequest(
+        questions=tuple(options.prompt or ()),
+        problems=options.problems,
+        samples=options.n,
+        base=options.base or _is_model(options.target),
+        step=options.step,
+    )
+    run_sampling(config, request, _say)
     return 0
 
 
 def _eval(options: argparse.Namespace) -> int:
-    config = _load(options)
+    config = _load(options, training=False)
     if _starts_ranks(options):
         return _start_ranks(options.nproc, options.arguments)
     from capo_megatron.assemble import EvaluationRequest, run_evaluation
@@ -134,10 +149,11 @@ def _eval(options: argparse.Namespace) -> int:
     request = EvaluationRequest(
         samples=options.n,
         problems=options.problems,
-        base=options.base,
+        base=options.base or _is_model(options.target),
         step=options.step,
         benchmarks=tuple(options.benchmark or ()),
         records=options.output,
+        name=options.target.resolve().name if _is_model(options.target) else None,
     )
     run_evaluation(config, request, _say)
     return 0
@@ -154,27 +170,46 @@ def _doctor(_: argparse.Namespace) -> int:
 # --- targets and ranks ------------------------------------------------------------------------------------------------
 
 
-def _load(options: argparse.Namespace) -> RunConfig:
+def _load(options: argparse.Namespace, training: bool = True) -> RunConfig:
     """The config of a YAML file, of a run's folder, or around a Hugging Face directory; checked for these ranks."""
-    from capo_megatron.config import load
-    from capo_megatron.mcore.runtime import world_size
+    from capo_megatron.config import around_model, load
 
     if _started_here() or os.environ.get("RANK", "0") != "0":
         logging.getLogger("capo_megatron.config").setLevel(logging.ERROR)  # another process has shown the warnings
     target: Path = options.target
-    if (target / "resolved.yaml").is_file():
-        config = load(target / "resolved.yaml", options.overrides)
-    elif (target / "config.json").is_file():
-        given = [f"model.path={target}", f"output=runs/{target.resolve().name}", "eval.every=0", *options.overrides]
-        config = load(None, given)
+    if _is_run(target):  # it may have been moved, and the paths in it start at another folder
+        config = load(target / "resolved.yaml", [f"output={target}", *options.overrides])
+    elif _is_model(target):
+        config = around_model(target, options.overrides)
     elif target.is_dir():
         raise ConfigError(
             f"{target}: neither a run (resolved.yaml) nor a Hugging Face model (config.json) is in there."
         )
     else:
         config = load(target, options.overrides)
-    config.check(options.nproc or world_size())
+    config.check(_ranks(options), training)
     return config
+
+
+def _is_run(target: Path) -> bool:
+    return (target / "resolved.yaml").is_file()
+
+
+def _is_model(target: Path) -> bool:
+    return not _is_run(target) and (target / "config.json").is_file()
+
+
+def _ranks(options: argparse.Namespace) -> int:
+    """How many ranks this command is for: those there are, or those it is told of."""
+    if "RANK" in os.environ:
+        return int(os.environ.get("WORLD_SIZE", "1"))
+    for flag in ("nproc", "ranks"):
+        count = vars(options).get(flag)
+        if count is not None and count < 1:
+            raise ConfigError(f"--{flag} {count}: at least one rank is needed.")
+        if count is not None:
+            return count
+    return 1
 
 
 def _starts_ranks(options: argparse.Namespace) -> bool:
@@ -183,8 +218,6 @@ def _starts_ranks(options: argparse.Namespace) -> bool:
 
 def _start_ranks(count: int, arguments: Sequence[str]) -> int:
     """Run this command on `count` local ranks under torch's elastic launcher; the exit code of a failed one."""
-    if count < 1:
-        raise ConfigError(f"--nproc {count}: at least one rank is needed.")
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -202,7 +235,7 @@ def _start_ranks(count: int, arguments: Sequence[str]) -> int:
         monitor_interval=0.1,
     )
     try:
-        elastic_launch(launch, sys.executable)("-m", "capo_megatron", *_without_nproc(arguments))
+        elastic_launch(launch, sys.executable)("-m", "capo_megatron", *arguments)
     except ChildFailedError as error:
         codes = [failure.exitcode for failure in error.failures.values()]
         return 2 if 2 in codes else next((code for code in codes if code > 0), 1)
@@ -214,31 +247,45 @@ def _started_here() -> bool:
     return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(_LAUNCH)
 
 
-def _without_nproc(arguments: Sequence[str]) -> list[str]:
-    kept = list(arguments)
-    for index, argument in enumerate(arguments):
-        if argument == "--nproc":
-            del kept[index : index + 2]
-        elif argument.startswith("--nproc="):
-            del kept[index]
-    return kept
-
-
 def _say(text: str) -> None:
     print(text, flush=True)
 
 
 def _first_to_say(message: str) -> bool:
     """Whether no other rank has printed this message: all of them usually find the same mistake."""
-    if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    store = _rank_store()
+    if store is None:  # better too often than not at all
         return True
-    from torch.distributed import DistStoreError, TCPStore
+    store.add(_said(), 1)
+    return store.add(_said(message), 1) == 1
 
-    key = "capo_megatron/said/" + hashlib.sha256(message.encode()).hexdigest()
+
+def _explained_by_another_rank() -> bool:
+    """Whether another rank says within a few seconds what ended the run."""
+    store = _rank_store()
+    if store is None:
+        return False
     try:
-        store = TCPStore(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=5)
-        )
-        return store.add(key, 1) == 1
-    except (DistStoreError, RuntimeError, KeyError, ValueError):  # the store is gone or was never there
-        return os.environ["RANK"] == "0"
+        store.wait([_said()], timedelta(seconds=_PATIENCE_S))
+    except RuntimeError:  # nobody has said anything
+        return False
+    return True
+
+
+def _said(message: str = "") -> str:
+    """The key under which ranks note that they printed a message, or any."""
+    digest = hashlib.sha256(message.encode()).hexdigest() if message else "any"
+    return f"capo_megatron/said/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{digest}"
+
+
+def _rank_store() -> TCPStore | None:
+    """The launcher's store, through which ranks talk even where no process group exists; None if there is none."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return None
+    from torch.distributed import TCPStore
+
+    try:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_PATIENCE_S))
+    except (RuntimeError, KeyError, ValueError):  # it is gone or was never there
+        return None

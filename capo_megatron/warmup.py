@@ -6,22 +6,105 @@ It is the same policy, pipeline and optimizer step as reinforcement learning, wi
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from capo_megatron.agreement import gather_or_raise
 from capo_megatron.algorithms.equations import reduction_weights
-from capo_megatron.config import TrainConfig, WarmupConfig
-from capo_megatron.data import Task, encode
+from capo_megatron.config import RunConfig, TrainConfig, WarmupConfig
+from capo_megatron.data import Task, encode, make_task
 from capo_megatron.errors import ConfigError
+from capo_megatron.mcore.hf_files import DirectorySource, WeightSource, save_hf
+from capo_megatron.mcore.model import DTYPES, ModelShape
+from capo_megatron.mcore.policy import MegatronPolicy
+from capo_megatron.mcore.runtime import Runtime
 from capo_megatron.rollout.proof import batch_from_sequences
+from capo_megatron.runlog import writing
 from capo_megatron.seams import Policy
 from capo_megatron.types import PolicyOutputs, Signals, TokenLoss, TrainBatch
 
+Say = Callable[[str], None]  # shows a line to the user
+
 _RECIPE = "warmup.json"
+
+
+@dataclass(frozen=True)
+class Base:
+    """The base model that a run's warm-up makes, once: a Hugging Face directory beside the run's own folder."""
+
+    directory: Path
+    recipe: Mapping[str, Any]  # JSON values: what it is made of
+    config: RunConfig
+    shape: ModelShape
+    tokenizer: PreTrainedTokenizerBase
+
+    @classmethod
+    def of(cls, config: RunConfig, shape: ModelShape, tokenizer: PreTrainedTokenizerBase) -> Base:
+        """The base model of a config with a `warmup`. Runs whose outputs have one parent share it."""
+        assert config.warmup is not None
+        recipe = {
+            "seed": config.seed,
+            "model": asdict(config.model),
+            "warmup": asdict(config.warmup),
+            "task": config.data.task,
+            "task_options": config.data.task_options,
+        }
+        directory = Path(config.output).parent / config.warmup.path
+        return cls(directory, json.loads(json.dumps(recipe)), config, shape, tokenizer)
+
+    def is_made(self) -> bool:
+        """Whether the directory holds this model. Raises ConfigError if it holds something else."""
+        return is_made(self.directory, self.recipe)
+
+    def weights(self) -> WeightSource:
+        """The weights of the model that was made."""
+        return DirectorySource(self.directory)
+
+    def make(self, start: WeightSource, team: Runtime, say: Say) -> None:
+        """Train and write it, unless it is there. Raises CapoError if it cannot be written. Collective."""
+        if gather_or_raise(team, self.is_made)[0]:
+            return
+        config, warmup = self.config, self.config.warmup
+        assert warmup is not None
+        optimisation = train_config(warmup, config.train)
+        policy = MegatronPolicy(
+            self.shape, team, optimisation, dtype=DTYPES[config.model.dtype], total_steps=warmup.steps
+        )
+        policy.load(start)
+        task = make_task(config.data, self.tokenizer, config.seed)
+        warm_up(warmup, policy, task, self.tokenizer, _progress(warmup.steps, say))
+        gather_or_raise(team, lambda: self._save(policy, team))
+
+    def _save(self, policy: MegatronPolicy, team: Runtime) -> None:
+        """Write the directory aside and rename it, so that it is whole or absent."""
+        weights = policy.hf_weights()
+        if team.rank == 0:
+            aside = self.directory.with_name(f".{self.directory.name}.unfinished")
+            save_hf(aside, self.shape, weights)
+            with writing(self.directory):
+                self.tokenizer.save_pretrained(str(aside))
+                (aside / _RECIPE).write_text(json.dumps(self.recipe, indent=1))
+                aside.rename(self.directory)
+        for _ in weights:  # every rank takes part in gathering every tensor
+            pass
+
+
+def _progress(steps: int, say: Say) -> Callable[[int, float], None]:
+    """Says about ten times how far a warm-up is."""
+    began = time.monotonic()
+
+    def progress(step: int, loss: float) -> None:
+        if step % max(1, steps // 10) == 0:
+            left = (time.monotonic() - began) / step * (steps - step)
+            say(f"warm-up {step}/{steps}  loss {loss:.3f}  {left:.0f} s left")
+
+    return progress
 
 
 def train_config(warmup: WarmupConfig, train: TrainConfig) -> TrainConfig:
@@ -50,19 +133,13 @@ def is_made(directory: Path, recipe: Mapping[str, Any]) -> bool:
         raise ConfigError(
             f"warmup.path: {directory} exists and is not a base model of this program. Choose another path."
         ) from None
-    wanted = json.loads(json.dumps(recipe))
-    if found != wanted:
-        changed = sorted(key for key in {*found, *wanted} if found.get(key) != wanted.get(key))
+    if found != recipe:
+        changed = sorted(key for key in {*found, *recipe} if found.get(key) != recipe.get(key))
         raise ConfigError(
             f"warmup.path: {directory} was made with other settings ({', '.join(changed)}). "
             "Delete it to make it again, or choose another path."
         )
     return True
-
-
-def sign(directory: Path, recipe: Mapping[str, Any]) -> None:
-    """Note the recipe beside a finished base model."""
-    (directory / _RECIPE).write_text(json.dumps(recipe, indent=1))
 
 
 def warm_up(

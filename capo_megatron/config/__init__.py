@@ -5,7 +5,7 @@ path; `RunConfig.check` holds the rules that span sections. The resolved config 
 back to the same object. Library code receives its own section, never the whole.
 """
 
-from capo_megatron.config.loading import dump, load
+from capo_megatron.config.loading import around_model, dump, load
 from capo_megatron.config.rules import describe_batch
 from capo_megatron.config.sections import (
     CheckpointConfig,
@@ -35,6 +35,7 @@ __all__ = [
     "ShapeConfig",
     "TrainConfig",
     "WarmupConfig",
+    "around_model",
     "describe_batch",
     "dump",
     "load",

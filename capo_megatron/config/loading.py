@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from capo_megatron.config import options as schema
 from capo_megatron.config.dialect import emit, parse
-from capo_megatron.config.sections import RunConfig
+from capo_megatron.config.sections import DataConfig, RolloutConfig, RunConfig
 from capo_megatron.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -46,6 +46,53 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     given = [_parse_override(text) for text in overrides]
     tree = _apply(_switch_algorithm(tree, given, path), given)
     return _validate(tree, given, path)
+
+
+def around_model(directory: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """A configuration for sampling from and evaluating a bare Hugging Face directory, with overrides applied.
+
+    It writes to runs/<name of the directory>, computes in the dtype of the weights, and has room for a prompt in a
+    quarter of the model's positions, if those are few. A tokenizer without chat tokens gets the plain template, and a
+    task that is named is graded by its own reward. Raises ConfigError.
+    """
+    described = _described(directory)
+    tree: dict[str, Any] = {
+        "output": f"runs/{directory.resolve().name}",
+        "model": {"path": str(directory)},
+        "eval": {"every": 0},
+        "data": {},
+        "rollout": {},
+    }
+    dtype = described.get("dtype", described.get("torch_dtype"))
+    if dtype in ("float32", "bfloat16"):
+        tree["model"]["dtype"] = dtype
+    positions = described.get("max_position_embeddings")
+    if isinstance(positions, int) and positions < DataConfig.max_prompt_tokens + RolloutConfig.max_tokens:
+        tree["data"]["max_prompt_tokens"] = max(1, positions // 4)
+        tree["rollout"]["max_tokens"] = max(1, positions - positions // 4)
+    if not _has_chat_tokens(directory):
+        tree["data"]["template"] = "plain"
+    given = [_parse_override(text) for text in overrides]
+    task = next((str(override.value) for override in reversed(given) if override.path == ("data", "task")), None)
+    if task is not None:
+        tree["reward"] = {"kind": "reasoning_gym" if task.startswith("reasoning_gym/") else "task"}
+    return _validate(_apply(tree, given), given, directory)
+
+
+def _described(directory: Path) -> dict[str, Any]:
+    path = directory / "config.json"
+    try:
+        described = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}). Download it again.") from error
+    if not isinstance(described, dict):
+        raise ConfigError(f"{path}: got {schema.show(described)}, expected an object. Download it again.")
+    return described
+
+
+def _has_chat_tokens(directory: Path) -> bool:
+    files = [directory / name for name in ("tokenizer.json", "tokenizer_config.json", "added_tokens.json")]
+    return any(b"<|im_start|>" in file.read_bytes() for file in files if file.is_file())
 
 
 def dump(config: RunConfig) -> str:

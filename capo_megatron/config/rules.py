@@ -13,14 +13,17 @@ if TYPE_CHECKING:
 _REWARDS = ("math_verify", "exact", "reasoning_gym", "task")
 
 
-def mistakes(config: RunConfig, world_size: int) -> Iterator[str]:
-    """One line for every rule that `config` breaks when `world_size` ranks run it."""
+def mistakes(config: RunConfig, world_size: int, training: bool = True) -> Iterator[str]:
+    """One line for every rule that `config` breaks when `world_size` ranks train, or only sample and evaluate."""
     yield from _model(config)
     yield from _layout(config, world_size)
     yield from _data(config)
-    yield from _batches(config, world_size)
-    yield from _sampling(config)
-    yield from _schedule(config)
+    yield from _positions(config)
+    if training:
+        yield from _problems(config)
+        yield from _batches(config, world_size)
+        yield from _sampling(config)
+        yield from _schedule(config)
 
 
 def _model(config: RunConfig) -> Iterator[str]:
@@ -49,19 +52,12 @@ def _layout(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def _data(config: RunConfig) -> Iterator[str]:
     data = config.data
-    if data.task is None and not data.train:
-        yield "data: neither task nor train is given. Set data.train to problem files, or data.task to a task's name."
     if data.task is not None and data.train:
         yield f"data: both task ({data.task}) and train ({', '.join(data.train)}) are given. Keep one."
     if data.task_options and data.task is None:
         yield f"data.task_options: got {data.task_options}, but there is no data.task that could use them."
     if data.validation and data.validation_size:
         yield f"data.validation_size={data.validation_size}: data.validation already names files. Keep one of the two."
-    if config.eval.every and not data.validation and not data.validation_size:
-        yield (
-            f"eval.every={config.eval.every}: there are no validation problems. Set data.validation_size (240 in the "
-            "paper) or data.validation, or eval.every=0."
-        )
     if config.reward.kind not in _REWARDS and ":" not in config.reward.kind:
         yield f"reward.kind: got {config.reward.kind!r}, expected {', '.join(_REWARDS)}, or package.module:function."
     if config.reward.kind == "task" and data.task is None:
@@ -70,6 +66,17 @@ def _data(config: RunConfig) -> Iterator[str]:
         yield f"reward.kind=reasoning_gym: needs data.task=reasoning_gym/<name>, got {data.task or 'no task'}."
     if config.warmup is not None and data.task is None:
         yield "warmup: needs a data.task, whose demonstrations it learns, got none. Remove the warmup section."
+
+
+def _problems(config: RunConfig) -> Iterator[str]:
+    data = config.data
+    if data.task is None and not data.train:
+        yield "data: neither task nor train is given. Set data.train to problem files, or data.task to a task's name."
+    if config.eval.every and not data.validation and not data.validation_size:
+        yield (
+            f"eval.every={config.eval.every}: there are no validation problems. Set data.validation_size (240 in the "
+            "paper) or data.validation, or eval.every=0."
+        )
 
 
 def _batches(config: RunConfig, world_size: int) -> Iterator[str]:
@@ -111,17 +118,19 @@ def _sampling(config: RunConfig) -> Iterator[str]:
         )
     if config.eval.temperature == 0 and config.eval.samples > 1:
         yield f"eval.temperature=0 gives eval.samples={config.eval.samples} equal responses per problem. Use samples=1."
-    positions = _positions(config.model)
-    longest = config.data.max_prompt_tokens + rollout.max_tokens
-    if positions is not None and longest > positions:
+
+
+def _positions(config: RunConfig) -> Iterator[str]:
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_tokens
+    positions = _of_model(config.model)
+    if positions is not None and prompt + response > positions:
         yield (
-            f"data.max_prompt_tokens={config.data.max_prompt_tokens} + rollout.max_tokens={rollout.max_tokens} = "
-            f"{longest} tokens exceed the model's {positions} positions. Lower them, or set "
-            "model.max_position_embeddings."
+            f"data.max_prompt_tokens={prompt} + rollout.max_tokens={response} = {prompt + response} tokens exceed the "
+            f"model's {positions} positions. Lower them, or set model.max_position_embeddings."
         )
 
 
-def _positions(model: ModelConfig) -> int | None:
+def _of_model(model: ModelConfig) -> int | None:
     """Positions the model was made for; None where only reading the weights could tell, which is not done here."""
     if model.max_position_embeddings is not None:
         return model.max_position_embeddings

@@ -208,8 +208,11 @@ class RunConfig:
         """The largest gap between engine and policy: as set, or what rounding in the model's dtype leaves room for."""
         return self.rollout.probe_tolerance or {"float32": 1e-3, "bfloat16": 2e-2}[self.model.dtype]
 
-    def check(self, world_size: int) -> None:
-        """Raise ConfigError if sections contradict each other or `world_size` ranks cannot be laid out so."""
-        found = list(mistakes(self, world_size))
+    def check(self, world_size: int, training: bool = True) -> None:
+        """Raise ConfigError if sections contradict each other or `world_size` ranks cannot be laid out so.
+
+        Without `training` nothing is asked of what only training uses: its problems, batches and schedule.
+        """
+        found = list(mistakes(self, world_size, training))
         if found:
             raise ConfigError("\n".join(found))

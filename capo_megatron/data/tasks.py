@@ -54,12 +54,10 @@ class Task(Protocol):
 def make_task(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> Task:
     """The task that `config.task` names, with `config.task_options`. Raises DataError."""
     name, options = config.task or "", config.task_options
+    _check_name(name)
     if name.startswith(_GYM):
         template = load_template(config.template, config.system_prompt, tokenizer)
         return GymTask(name.removeprefix(_GYM), options, template, tokenizer, seed)
-    if name not in _OWN_PROMPTS:
-        known = [*_OWN_PROMPTS, f"{_GYM}<name>"]
-        raise DataError(f"data.task: no task {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}.")
     if config.template not in ("plain", DataConfig.template) or config.system_prompt is not None:
         raise DataError(f"data.template: the task {name} writes its own prompts. Use plain, and no system_prompt.")
     if name == "chain":
@@ -67,11 +65,19 @@ def make_task(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int)
     return OneDigitTask(read_options(name, OneDigitOptions, options), tokenizer, seed)
 
 
+def _check_name(name: str) -> None:
+    if not name.startswith(_GYM) and name not in _OWN_PROMPTS:
+        known = [*_OWN_PROMPTS, f"{_GYM}<name>"]
+        raise DataError(f"data.task: no task {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}.")
+
+
 def tokenizer_for(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerBase:
     """The run's tokenizer: `model.tokenizer`, or the one beside the model's weights, or the task's own.
 
     Raises DataError if there is none, or it cannot be loaded.
     """
+    if data.task is not None:
+        _check_name(data.task)
     path = model.tokenizer or model.path
     if path is not None:
         return load_tokenizer(path)

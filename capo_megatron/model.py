@@ -1,0 +1,141 @@
+"""The model of a run: its shape, tokenizer and weights, and how it becomes a policy and an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase, Qwen2Config
+
+from capo_megatron.config import RunConfig
+from capo_megatron.data import check_tokenizer, make_task, stop_ids, tokenizer_for
+from capo_megatron.errors import CheckpointError
+from capo_megatron.mcore.checkpoint import DistCheckpointStore
+from capo_megatron.mcore.hf_files import DirectorySource, WeightSource, hf_config
+from capo_megatron.mcore.hf_weights import RandomSource, check_source
+from capo_megatron.mcore.model import DTYPES, ModelShape, check_layout, read_shape
+from capo_megatron.mcore.policy import MegatronPolicy
+from capo_megatron.mcore.runtime import Runtime
+from capo_megatron.rollout.transformers import TransformersEngine
+from capo_megatron.seams import SamplingParams
+from capo_megatron.warmup import Base, Say
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that has been accepted, but not built: what it looks like, where it starts from, how it is sampled."""
+
+    config: RunConfig
+    shape: ModelShape
+    tokenizer: PreTrainedTokenizerBase
+    sampling: SamplingParams
+    base: Base | None  # what the warm-up makes of the start, where the config asks for one
+
+    @classmethod
+    def accept(cls, config: RunConfig) -> Model:
+        """The model that `config` names. Raises ConfigError, DataError or CheckpointError; writes nothing."""
+        shape = shape_of(config)
+        check_layout(shape, config.parallel)
+        tokenizer = tokenizer_for(config.model, config.data)
+        check_tokenizer(tokenizer, shape.vocab_size)
+        base = Base.of(config, shape, tokenizer) if config.warmup is not None else None
+        return cls(config, shape, tokenizer, _sampling(config, tokenizer), base)
+
+    def check_weights(self) -> None:
+        """Raise CheckpointError or ConfigError unless the weights that there are belong to this model."""
+        sources = [self._start()]
+        if self.base is not None and self.base.is_made():
+            sources = [self.base.weights()]
+        if self.config.model.reference is not None:
+            sources.append(DirectorySource(Path(self.config.model.reference)))
+        for source in sources:
+            check_source(self.shape, source)
+
+    @property
+    def pad_id(self) -> int:
+        return self.tokenizer.pad_token_id or 0
+
+    def weights(self, team: Runtime, say: Say) -> WeightSource:
+        """What training starts from: a directory, seeded random weights, or what the warm-up makes of these."""
+        if self.base is None:
+            return self._start()
+        self.base.make(self._start(), team, say)
+        return self.base.weights()
+
+    def policy(self, team: Runtime, weights: WeightSource, optimizer_steps: int) -> MegatronPolicy:
+        """The model as a policy, with its frozen reference."""
+        policy = self._bare_policy(team, optimizer_steps)
+        reference = self.config.model.reference
+        policy.load(weights if reference is None else DirectorySource(Path(reference)))
+        policy.freeze_reference()
+        if reference is not None:
+            policy.load(weights)
+        return policy
+
+    def engine(self, team: Runtime) -> TransformersEngine:
+        """An engine of this shape, without weights; the ranks share the problems."""
+        dtype = self.config.model.dtype
+        config = Qwen2Config(**hf_config(self.shape, dtype))
+        share = (team.rank, team.size)
+        return TransformersEngine(config, self.tokenizer, DTYPES[dtype], self.config.rollout.batch_size, share)
+
+    def trained_engine(self, team: Runtime, step: int | None) -> tuple[TransformersEngine, int]:
+        """An engine with the weights of a checkpoint (None: the newest), and its step. Raises CheckpointError."""
+        policy = self._bare_policy(team)
+        found = DistCheckpointStore(Path(self.config.output), team).load(policy, step)
+        if found is None:
+            raise CheckpointError(
+                f"{self.config.output}: no checkpoint in it yet. Train first, or use the model before training: --base."
+            )
+        return self._loaded_engine(team, policy), found[0]
+
+    def base_engine(self, team: Runtime, say: Say) -> TransformersEngine:
+        """An engine with the weights that training starts from."""
+        policy = self._bare_policy(team)
+        policy.load(self.weights(team, say))
+        return self._loaded_engine(team, policy)
+
+    def _start(self) -> WeightSource:
+        config = self.config
+        return DirectorySource(Path(config.model.path)) if config.model.path else RandomSource(self.shape, config.seed)
+
+    def _bare_policy(self, team: Runtime, optimizer_steps: int = 1) -> MegatronPolicy:
+        config = self.config
+        return MegatronPolicy(
+            self.shape,
+            team,
+            config.train,
+            dtype=DTYPES[config.model.dtype],
+            total_steps=optimizer_steps,
+            temperature=config.rollout.temperature,
+            distributed_optimizer=config.parallel.distributed_optimizer,
+        )
+
+    def _loaded_engine(self, team: Runtime, policy: MegatronPolicy) -> TransformersEngine:
+        engine = self.engine(team)
+        engine.load_weights(policy.hf_weights(), policy.version)
+        return engine
+
+
+def shape_of(config: RunConfig) -> ModelShape:
+    """The model's shape, with the run's own number of positions if it sets one."""
+    model = config.model
+    if model.shape is not None:
+        shape = ModelShape.of(model.shape)
+    else:
+        assert model.path is not None, "RunConfig.check requires one of both"
+        shape = read_shape(model.path)
+    return replace(shape, max_position_embeddings=model.max_position_embeddings or shape.max_position_embeddings)
+
+
+def _sampling(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:
+    rollout = config.rollout
+    task_stop = make_task(config.data, tokenizer, config.seed).stop if config.data.task else ()
+    return SamplingParams(
+        max_tokens=rollout.max_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        stop_ids=stop_ids(tokenizer, (*rollout.stop, *task_stop)),
+        seed=config.seed,
+    )
