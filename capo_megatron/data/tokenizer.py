@@ -26,8 +26,11 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         raise DataError(f"model.tokenizer: {folder} has neither tokenizer.json nor vocab.json.")
     for file in present:
         _check_json(file)
+    # tokenizer.json says all there is to say. Beside the config.json of a Qwen2, AutoTokenizer would take its vocabulary
+    # alone and cut texts by Qwen's rule, whatever rule stands in the file.
+    loader = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        return loader.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
         reason = str(error).strip().splitlines()[:1]
         raise DataError(f"model.tokenizer: {folder} cannot be loaded ({': '.join(reason) or type(error)}).") from error

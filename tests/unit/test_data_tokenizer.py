@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import models, pre_tokenizers
 
 from capo_megatron.config import DataConfig, ModelConfig
 from capo_megatron.data import check_tokenizer, encode, load_tokenizer, stop_ids, tokenizer_for
@@ -32,6 +33,19 @@ def test_the_chain_tokenizer_survives_a_hugging_face_directory(tmp_path: Path) -
     assert loaded.decode([3, 9, 1], skip_special_tokens=True) == "17"
     with pytest.raises(DataError, match="one token per character, and none for 'x'"):
         encode(loaded, ["1*x="])
+
+
+def test_a_tokenizer_beside_a_qwen2_cuts_texts_by_its_own_rule(tmp_path: Path) -> None:
+    made = byte_tokenizer()
+    vocabulary = made.get_vocab()
+    made.backend_tokenizer.model = models.BPE({**vocabulary, "=Ċ": len(vocabulary)}, [("=", "Ċ")])  # Qwen joins these
+    made.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split("\n", "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    made.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    assert len(encode(made, ["2=\n"])[0]) == 3
+    assert encode(load_tokenizer(tmp_path), ["2=\n"]) == encode(made, ["2=\n"])
 
 
 def test_encoding_is_not_disturbed_by_earlier_padding_and_truncation() -> None:
