@@ -66,7 +66,11 @@ def run_training(config: RunConfig, say: Say) -> int:
                 sampling=model.sampling,
                 pad_id=model.pad_id,
             )
-            return train(config, parts)
+            reached = train(config, parts)
+        if reached < config.train.steps:
+            said(f"stopped at step {reached}/{config.train.steps}; the same command continues")
+        team.barrier()  # the launcher ends the ranks that are left when one ends
+        return reached
 
 
 def describe(config: RunConfig, world: int) -> list[str]:

@@ -1,7 +1,9 @@
 """The command line: `capo-megatron train | sample | eval | check | doctor`.
 
-Exit codes: 0 done, 2 an error that the user can mend (one line on stderr), 1 a bug (traceback). This is the only file
-that parses arguments or sets exit codes. Imports are late, so that `--help` and `doctor` answer at once.
+Exit codes: 0 done; 2 an error that the user can mend (one line on stderr); 1 a bug (traceback); 128 + n ended by signal
+n, e.g. 143 after SIGTERM, on which training finishes its step and saves, or 137 if a rank was killed. The same command
+then continues. This is the only file that parses arguments or sets exit codes. Imports are late, so that `--help` and
+`doctor` answer at once.
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ import argparse
 import hashlib
 import logging
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +26,9 @@ if TYPE_CHECKING:
 
     from capo_megatron.config import RunConfig
 
+_ENDED_BY = 128  # plus a signal's number: the exit code of what it ended
+_STOP_S = "3600"  # that ranks have to finish their step and save, before the launcher kills them
+_AFTERMATH_S = 10.0  # after which a rank that ends was ended by the launcher
 _LAUNCH = "capo-megatron-"  # begins the run id of ranks that --nproc starts
 _PATIENCE_S = 5.0  # how long ranks wait for a word of each other when something went wrong
 
@@ -42,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
         raise
     except KeyboardInterrupt:
-        return 130
+        return _ENDED_BY + signal.SIGINT
 
 
 def _options(arguments: list[str]) -> argparse.Namespace:
@@ -110,8 +116,8 @@ def _train(options: argparse.Namespace) -> int:
         return _start_ranks(options.nproc, options.arguments)
     from capo_megatron.assemble import run_training
 
-    run_training(config, _say)
-    return 0
+    reached = run_training(config, _say)
+    return 0 if reached >= config.train.steps else _ENDED_BY + signal.SIGTERM
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -217,13 +223,17 @@ def _starts_ranks(options: argparse.Namespace) -> bool:
 
 
 def _start_ranks(count: int, arguments: Sequence[str]) -> int:
-    """Run this command on `count` local ranks under torch's elastic launcher; the exit code of a failed one."""
+    """Run this command on `count` local ranks under torch's elastic launcher; its exit code."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the failing rank has said it
+    for name in logging.root.manager.loggerDict:
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # the failing rank has said it
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _STOP_S)
     launch = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -236,10 +246,32 @@ def _start_ranks(count: int, arguments: Sequence[str]) -> int:
     )
     try:
         elastic_launch(launch, sys.executable)("-m", "capo_megatron", *arguments)
+    except SignalException as stop:
+        return _ENDED_BY + stop.sigval
     except ChildFailedError as error:
-        codes = [failure.exitcode for failure in error.failures.values()]
-        return 2 if 2 in codes else next((code for code in codes if code > 0), 1)
+        began = min(failure.timestamp for failure in error.failures.values())
+        found = {rank: (failure.exitcode, failure.timestamp - began) for rank, failure in error.failures.items()}
+        return _blame(found)
     return 0
+
+
+def _blame(failures: Mapping[int, tuple[int, float]]) -> int:
+    """The exit code of a run, from the exit code of each rank that failed and the seconds since the first one did."""
+    early = {rank: code for rank, (code, seconds) in failures.items() if seconds < _AFTERMATH_S}
+    if 2 in early.values():  # one line has been said, whoever was first
+        return 2
+    killed = [rank for rank, code in early.items() if code < 0 and code != -signal.SIGTERM]
+    if not killed:
+        code = next(iter(early.values()))
+        return code if code > 0 else _ENDED_BY - code
+    name = signal.Signals(-early[killed[0]]).name
+    print(
+        f"capo-megatron: rank {killed[0]} was killed by {name}{' (out of memory?)' if name == 'SIGKILL' else ''}; what "
+        "other ranks say is a consequence. The same command again continues training from the newest checkpoint.",
+        file=sys.stderr,
+        flush=True,
+    )
+    return _ENDED_BY - early[killed[0]]
 
 
 def _started_here() -> bool:

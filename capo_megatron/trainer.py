@@ -82,16 +82,17 @@ def train(config: RunConfig, parts: Parts) -> int:
             log.samples(step, rollout, signals, advantages)
             if algorithm.reselect and (again := algorithm.reselect(batch, signals)) is not None:
                 parts.prompts.repeat([batch.problems[group] for group in again])
-            with log.phase("refit"):
+            with log.phase("refit", tokens=int(batch.response_mask.sum())):
                 gap = _refit(parts, probe)
             if config.eval.every and (step % config.eval.every == 0 or step == config.train.steps):
                 metrics |= _validate(config, parts, step)
+            # Before it is saved: a run that is killed in between forgets the row and makes the step again.
+            log.step(step, metrics)
             if config.checkpoint.every and step % config.checkpoint.every == 0:
                 with log.phase("checkpoint"):
                     saved = _save(parts, step)
-            log.step(step, metrics)
-    if saved != step:
-        _save(parts, step)
+        if saved != step:
+            _save(parts, step)
     return step
 
 
@@ -163,7 +164,7 @@ def _validate(config: RunConfig, parts: Parts, step: int) -> dict[str, float]:
     """Validation metrics. The seed does not depend on the step, so that steps are compared on common random numbers."""
     params = _seeded(parts.sampling, config.seed, "validation")
     params = replace(params, temperature=config.eval.temperature)
-    with parts.log.phase("eval"):
+    with parts.log.phase("eval") as phase:
         records = evaluate(
             parts.engine,
             parts.reward,
@@ -175,6 +176,7 @@ def _validate(config: RunConfig, parts: Parts, step: int) -> dict[str, float]:
             model=parts.algorithm.name,
             step=step,
         )
+        phase.tokens = sum(record.tokens for record in records)
     return {f"validation/{name}": value for name, value in summarise(records).items()}
 
 

@@ -31,11 +31,12 @@ class Collected:
     seconds: Mapping[str, float]  # of "generate" and "grade", on the rank that took longest
 
     def metrics(self) -> dict[str, float]:
-        """What is worth logging and not in `batch`: shares of the verdicts, time spent, tokens sampled per second."""
+        """What is worth logging and not in `batch`: shares of the verdicts, and the time of sampling and of grading."""
         shares = Counter(grade.verdict for grade in self.grades)
         found = {f"verdict/{verdict.value}": shares[verdict] / max(1, len(self.grades)) for verdict in Verdict}
-        found |= {f"rollout/{name}_seconds": value for name, value in self.seconds.items()}
-        found["rollout/generate_tokens_per_second"] = self.sampled / max(self.seconds["generate"], 1e-9)
+        for phase, name in (("generate", "generate"), ("reward", "grade")):
+            found[f"seconds/{phase}"] = self.seconds[name]
+            found[f"tokens_per_second/{phase}"] = self.sampled / max(self.seconds[name], 1e-9)
         return found
 
     def group(self, index: int) -> RolloutBatch:

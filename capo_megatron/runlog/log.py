@@ -79,7 +79,7 @@ class RunLog:
     # --- seams.Logger -------------------------------------------------------------------------------------------------
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record a step's metrics, with the seconds and tokens/s of its phases since the last call."""
+        """Record a step's metrics, with the seconds and tokens/s of the phases since the last call."""
         row = {name: float(value) for name, value in metrics.items()} | self._times()
         if not self._continues:  # what an earlier start logged from here on was not saved by any checkpoint
             self.resume_from(step - 1)
