@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -184,7 +185,8 @@ def _write_tensors(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> str:
         dtype = str(next(iter(shard.values())).dtype).removeprefix("torch.")
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     for number, name in enumerate([SINGLE] if len(shards) == 1 else names):
-        (folder / f"part-{number}").rename(folder / name)
+        written = (folder / f"part-{number}").rename(folder / name)
+        written.chmod(folder.stat().st_mode & 0o666)  # as any new file here: safetensors lets its owner alone read it
     if len(shards) > 1:
         weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
         _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
@@ -204,7 +206,8 @@ def _shards(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
 
 
 def _write_config(folder: Path, shape: ModelShape, dtype: str, tokenizer_dir: Path | None) -> None:
-    config = hf_config(shape, dtype)
+    # Without a version, transformers warns of a broken tokenizer whenever it loads a large one from there.
+    config = hf_config(shape, dtype) | {"transformers_version": transformers.__version__}
     if tokenizer_dir is not None:
         for name in TOKENIZER_FILES:
             if (tokenizer_dir / name).exists():

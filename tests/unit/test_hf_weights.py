@@ -227,6 +227,11 @@ def test_tokenizer_files_and_special_ids_travel_with_the_model(tmp_path: Path) -
     assert DirectorySource(folder).names() == set(hf_shapes(SHAPE))
 
 
+def test_who_may_read_the_config_may_read_the_weights(tmp_path: Path) -> None:
+    folder = save_hf(tmp_path / "model", SHAPE, weights().items())
+    assert (folder / "model.safetensors").stat().st_mode == (folder / "config.json").stat().st_mode
+
+
 def test_a_failed_write_keeps_the_old_model_and_takes_the_whole_stream(tmp_path: Path) -> None:
     old = weights()
     folder = save_hf(tmp_path / "model", SHAPE, old.items())
