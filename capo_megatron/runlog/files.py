@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import math
 import os
+import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from capo_megatron.errors import CapoError, DataError
 
@@ -52,6 +54,32 @@ def check_writable(folder: Path) -> None:
             place = place.parent
         with tempfile.TemporaryDirectory(dir=place):
             pass
+
+
+def hold(folder: Path) -> IO[bytes]:
+    """Keep other runs out of `folder` until the returned file is closed or this process ends, whatever ends it.
+
+    Raises CapoError if another process holds it. On a file system without locks nobody is kept out.
+    """
+    path = folder / ".lock"
+    with writing(path):
+        file = path.open("a+b")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().decode()
+        file.close()
+        raise CapoError(
+            f"{folder}: process {holder} is writing there, perhaps a rank of a run whose launcher was killed. "
+            "Wait for it, end it, or choose another output."
+        ) from None
+    except OSError:
+        return file
+    file.truncate(0)
+    file.write(encode(f"{os.getpid()} on {socket.gethostname()}"))
+    file.flush()
+    return file
 
 
 def write_text(path: Path, text: str) -> None:

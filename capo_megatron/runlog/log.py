@@ -9,14 +9,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from torch import Tensor
 
 from capo_megatron.agreement import on_first_rank
 from capo_megatron.config import LogConfig
 from capo_megatron.runlog.console import PlainDisplay, make_display
-from capo_megatron.runlog.files import append_line, keep_rows, make_folder, to_json, write_text
+from capo_megatron.runlog.files import append_line, hold, keep_rows, make_folder, to_json, write_text
 from capo_megatron.runlog.provenance import provenance
 from capo_megatron.runlog.trackers import Tracker, make_trackers, require_packages
 from capo_megatron.seams import Rollout, Team
@@ -42,6 +42,7 @@ class RunLog:
         resolved.yaml        the whole configuration; an earlier, different one is kept as resolved.1.yaml, ...
         versions.json        versions, git revision and command of the latest start
         tensorboard/         if asked
+        .lock                the process that writes here: a second run is refused while it lives
 
     Nothing is written before `resume_from` or the first record: a start that is refused leaves an earlier run as it
     was. `resume_from`, `step` and `samples` are collective and raise CapoError on every rank if the folder or the disk
@@ -57,6 +58,7 @@ class RunLog:
         self._recent: deque[float] = deque(maxlen=_REMEMBERED)
         self._trackers: list[Tracker] = []
         self._display: PlainDisplay | None = None
+        self._lock: IO[bytes] | None = None
         self._begun = self._continues = False
         on_first_rank(team, lambda: require_packages(config))
         if self._active:
@@ -75,6 +77,8 @@ class RunLog:
             self._display.close()
         for tracker in self._trackers:
             tracker.close()
+        if self._lock is not None:
+            self._lock.close()
 
     # --- seams.Logger -------------------------------------------------------------------------------------------------
 
@@ -135,6 +139,7 @@ class RunLog:
         if self._begun:
             return
         make_folder(self._output)
+        self._lock = hold(self._output)
         self._write_start(self._resolved)
         self._trackers = make_trackers(self._config, self._output, self._resolved)
         self._begun = True

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -77,7 +78,20 @@ def test_a_run_leaves_config_versions_and_one_line_a_step(tmp_path):
     versions = json.loads((folder / "versions.json").read_text())
     assert versions["packages"]["torch"].startswith("2.")
     assert versions["command"] == sys.argv
-    assert sorted(path.name for path in folder.iterdir()) == ["metrics.jsonl", "resolved.yaml", "versions.json"]
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == [".lock", "metrics.jsonl", "resolved.yaml", "versions.json"]
+
+
+def test_a_folder_that_another_run_writes_to_is_refused_until_that_run_ends(tmp_path):
+    with open_log(tmp_path, resolved="seed: 1\n") as first:
+        first.step(1, {"value": 1})
+        with open_log(tmp_path, resolved="seed: 2\n") as second, pytest.raises(CapoError) as caught:
+            second.resume_from(0)
+        assert str(caught.value).startswith(f"{tmp_path}: process {os.getpid()} on ")
+        first.step(2, {"value": 2})
+    assert len(read_rows(tmp_path / "metrics.jsonl")) == 2 and not list(tmp_path.glob("resolved.*.yaml"))
+    with open_log(tmp_path) as third:
+        third.resume_from(2)
 
 
 def test_another_rank_writes_and_prints_nothing(tmp_path, capsys, graded):
