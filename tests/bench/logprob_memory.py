@@ -14,7 +14,8 @@ weight, targets) in place, notes its resident memory, runs the computation once 
 the same random upstream gradient. With OMP_NUM_THREADS unset, everything runs with one thread and then with two.
 
 The naive bfloat16 product is very slow on CPUs without bfloat16 instructions: use a smaller --hidden there, which
-hardly changes the memory of either side. The naive training run takes about 9 GB.
+hardly changes the memory of either side. The naive training run takes about 9 GB; where they are not free, it is
+refused.
 """
 
 from __future__ import annotations
@@ -103,6 +104,11 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     import torch
 
     side, phase = options.measure
+    needed = options.vocab * (
+        8 * options.hidden + 12 * options.tokens
+    )  # weight and gradient, three copies of the logits
+    if side == "naive" and psutil.virtual_memory().available < 1.2 * needed:
+        sys.exit(f"The naive run takes about {needed / 1e9:.1f} GB, which are not free now. Use fewer --tokens.")
     torch.manual_seed(0)
     dtype = getattr(torch, options.dtype)
     hidden = torch.empty(options.tokens, options.hidden, dtype=dtype).normal_()
