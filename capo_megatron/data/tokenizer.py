@@ -26,7 +26,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         raise DataError(f"model.tokenizer: {folder} has neither tokenizer.json nor vocab.json.")
     for file in present:
         _check_json(file)
-    # tokenizer.json says all there is to say. Beside the config.json of a Qwen2, AutoTokenizer would take its vocabulary
+    # tokenizer.json says all there is to say. Beside a Qwen2's config.json, AutoTokenizer would take its vocabulary
     # alone and cut texts by Qwen's rule, whatever rule stands in the file.
     loader = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
     try:
