@@ -46,7 +46,8 @@ def run_training(config: RunConfig, say: Say) -> int:
         store = DistCheckpointStore(output, team, config.checkpoint.keep)
         if (reached := store.latest()) is not None:
             left = max(0, config.train.steps - reached)
-            said(f"{output}: step {reached} of {config.train.steps} is saved; {left or 'no'} steps are left")
+            rest = "1 step is" if left == 1 else f"{left or 'no'} steps are"
+            said(f"{output}: step {reached} of {config.train.steps} is saved; {rest} left")
             if not left:
                 return reached
         weights = model.weights(team, said)
@@ -87,7 +88,15 @@ def describe(config: RunConfig, world: int) -> list[str]:
         *describe_batch(config, world),
         f"problems      {len(data.train):,} for training, {len(data.validation):,} for validation"
         f"{_left_out(data.dropped)}",
-        *estimate(model.shape, layout, dtype, config.train, config.parallel.distributed_optimizer),
+        *estimate(
+            model.shape,
+            layout,
+            dtype,
+            config.train,
+            config.rollout,
+            config.data.max_prompt_tokens + config.rollout.max_tokens,
+            config.parallel.distributed_optimizer,
+        ),
     ]
 
 

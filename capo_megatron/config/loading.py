@@ -51,8 +51,8 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
 def around_model(directory: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """A configuration for sampling from and evaluating a bare Hugging Face directory, with overrides applied.
 
-    It writes to runs/<name of the directory>, computes in the dtype of the weights, and has room for a prompt in a
-    quarter of the model's positions, if those are few. A tokenizer without chat tokens gets the plain template, and a
+    It writes to runs/<name of the directory>, computes in the dtype of the weights, and gives prompt and response half
+    of the model's positions each, if those are few. A tokenizer without chat tokens gets the plain template, and a
     task that is named is graded by its own reward. Raises ConfigError.
     """
     described = _described(directory)
@@ -68,8 +68,7 @@ def around_model(directory: Path, overrides: Sequence[str] = ()) -> RunConfig:
         tree["model"]["dtype"] = dtype
     positions = described.get("max_position_embeddings")
     if isinstance(positions, int) and positions < DataConfig.max_prompt_tokens + RolloutConfig.max_tokens:
-        tree["data"]["max_prompt_tokens"] = max(1, positions // 4)
-        tree["rollout"]["max_tokens"] = max(1, positions - positions // 4)
+        tree["data"]["max_prompt_tokens"] = tree["rollout"]["max_tokens"] = max(1, positions // 2)
     if not _has_chat_tokens(directory):
         tree["data"]["template"] = "plain"
     given = [_parse_override(text) for text in overrides]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from math import prod
 
 import torch
 
-from capo_megatron.config import TrainConfig
+from capo_megatron.config import RolloutConfig, TrainConfig
 from capo_megatron.mcore.hf_weights import slots
 from capo_megatron.mcore.model import ModelShape
 from capo_megatron.mcore.runtime import Layout
@@ -24,40 +23,63 @@ def parameters(shape: ModelShape, layout: Layout) -> int:
     return count + copied * shape.padded_vocab(layout.tensor) // layout.tensor * shape.hidden_size
 
 
-def estimate(shape: ModelShape, layout: Layout, dtype: torch.dtype, train: TrainConfig, distributed: bool) -> list[str]:
+def estimate(
+    shape: ModelShape,
+    layout: Layout,
+    dtype: torch.dtype,
+    train: TrainConfig,
+    rollout: RolloutConfig,
+    longest: int,
+    distributed: bool,
+) -> list[str]:
     """Lines for a person: bytes of the fullest rank, by what they are for.
 
     Weights, gradients and optimizer are exact. Activations are those of one micro-batch per pipeline stage in flight,
     counting the tensors that backward needs in each layer; attention scores are left out, as a fused attention does.
+    `longest` is the length of a sequence, at most: the keys and values of a decoding batch grow up to it.
     """
     ranks = [replace(layout, rank=layout.rank_at(0, 0, stage)) for stage in range(layout.pipeline)]
     fullest = max(ranks, key=lambda place: parameters(shape, place))
-    count = parameters(shape, fullest)
-    optimizer_shards = layout.data if distributed else 1
-    rows = {
+    count, whole = parameters(shape, fullest), parameters(shape, Layout(1, 1, 1, False, 1, 0))
+    responses = min(rollout.batch_size, -(-rollout.prompts * rollout.samples // layout.world))
+    model = {
         "weights": count * dtype.itemsize,
         "gradients (float32)": count * 4,
-        "optimizer (float32 weights, two moments)": count * (12 if dtype != torch.float32 else 8) // optimizer_shards,
+        "optimizer (float32 weights, two moments)": count
+        * (12 if dtype != torch.float32 else 8)
+        // (layout.data if distributed else 1),
+    }
+    training = {
         "activations of a micro-batch": _activations(shape, layout, dtype, train),
         "logits in flight": train.logprob_chunk_tokens * shape.padded_vocab(layout.tensor) // layout.tensor * 4,
     }
-    whole = _whole(shape)
+    sampling = {
+        "engine: its own whole copy of the weights": whole * dtype.itemsize,
+        f"engine: keys and values of {responses:,} responses of {longest:,} tokens": responses
+        * longest
+        * _cached(shape)
+        * dtype.itemsize,
+    }
     return [
-        f"parameters    {count / 1e6:,.1f} M on the fullest of {layout.world} ranks, {whole / 1e6:,.1f} M in all",
-        *_lines(rows),
-        f"host          {count * dtype.itemsize / GIB:,.2f} GiB for the reference weights, twice while it scores",
-        f"engine        {whole * dtype.itemsize / GIB:,.2f} GiB for its own copy of the weights",
+        f"parameters    {_number(whole)} in all, {_number(count)} on the fullest of {layout.world:,} ranks",
+        *(f"memory        {_size(size):>10}  {name}" for name, size in (model | training | sampling).items()),
+        f"at a time     {_size(sum((model | training).values())):>10}  while it trains",
+        f"              {_size(sum((model | sampling).values())):>10}  while it samples",
+        f"host memory   {_size(2 * count * dtype.itemsize):>10}  for the reference, and the policy's weights meanwhile",
     ]
 
 
-def _whole(shape: ModelShape) -> int:
-    return parameters(shape, Layout(1, 1, 1, False, 1, 0))
+def _number(count: int) -> str:
+    return f"{count / 1e6:,.1f} M" if count >= 1e6 else f"{count:,}"
 
 
-def _lines(rows: dict[str, int]) -> Iterator[str]:
-    for name, size in rows.items():
-        yield f"memory        {size / GIB:8,.2f} GiB  {name}"
-    yield f"memory        {sum(rows.values()) / GIB:8,.2f} GiB  together, on the fullest rank"
+def _size(count: int) -> str:
+    return f"{count / GIB:,.2f} GiB" if count >= GIB / 10 else f"{count / 2**20:,.2f} MiB"
+
+
+def _cached(shape: ModelShape) -> int:
+    """Numbers that the engine keeps for each token it has seen: a key and a value per layer and key-value head."""
+    return 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim
 
 
 def _activations(shape: ModelShape, layout: Layout, dtype: torch.dtype, train: TrainConfig) -> int:
