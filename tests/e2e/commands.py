@@ -32,7 +32,7 @@ TREE: dict[str, Any] = {
     "data": {"task": "chain", "task_size": 16, "validation_size": 2, "template": "plain", "max_prompt_tokens": 16},
     "reward": {"kind": "task"},
     "rollout": {"prompts": 4, "samples": 4, "max_tokens": 8, "probe_rows": 2},
-    "train": {"steps": 2, "minibatches": 2, "lr": 1e-3, "micro_batch_tokens": 256},
+    "train": {"steps": 2, "minibatches": 2, "lr": 1e-2, "weight_decay": 0.5, "micro_batch_tokens": 256},
     "checkpoint": {"every": 1},
     "eval": {"every": 2, "samples": 2, "at_start": False},
 }
