@@ -15,7 +15,7 @@ from capo_megatron.agreement import gather_or_raise, on_first_rank
 from capo_megatron.algorithms import build as build_algorithm
 from capo_megatron.config import RunConfig, describe_batch, dump
 from capo_megatron.data import Data, ShuffledSource, encode, load_data, load_problems, load_template, make_task
-from capo_megatron.errors import DataError
+from capo_megatron.errors import ConfigError, DataError
 from capo_megatron.evaluation.run import evaluate, summarise, write_records
 from capo_megatron.mcore import runtime
 from capo_megatron.mcore.checkpoint import DistCheckpointStore
@@ -192,7 +192,14 @@ def run_evaluation(config: RunConfig, request: EvaluationRequest, say: Say) -> P
     config.check(runtime.world_size(), training=False)
     model = Model.accept(config)
     problems = _evaluation_problems(config, model, request)
+    samples = request.samples or config.eval.samples
+    if config.eval.temperature == 0 and samples > 1:
+        raise ConfigError(
+            f"eval.temperature=0: {samples} responses to a problem would all be equal. Ask for one: --n 1."
+        )
     folder = Path(config.output) / "eval"
+    if request.records is not None and request.records.is_dir():
+        raise ConfigError(f"--output {request.records}: is a folder. Name a file in it.")
     check_writable(request.records.parent if request.records else folder)
     with closing(build_reward(config.reward)) as reward, ranks(config) as team:
         said = _by_first_rank(say, team)
@@ -201,7 +208,7 @@ def run_evaluation(config: RunConfig, request: EvaluationRequest, say: Say) -> P
             engine,
             reward,
             problems,
-            request.samples or config.eval.samples,
+            samples,
             replace(model.sampling, temperature=config.eval.temperature),
             team,
             model.pad_id,

@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     def configured(added: argparse.ArgumentParser, what: str, nproc: bool = True) -> None:
         added.add_argument("target", metavar=what, type=Path)
         added.add_argument(
-            "overrides", nargs="*", metavar="key=value", help="options by dotted path, e.g. train.lr=1e-6"
+            "overrides", nargs="*", default=[], metavar="key=value", help="options by dotted path, e.g. train.lr=1e-6"
         )
         if nproc:
             added.add_argument("--nproc", type=int, help="start so many ranks on this machine, as torchrun would")
@@ -89,15 +89,17 @@ def _parser() -> argparse.ArgumentParser:
     sample = command("sample", _sample, "sample responses to prompts")
     configured(sample, "CONFIG|RUN|MODEL")
     sample.add_argument("--prompt", action="append", help="a problem's text, before the template (may be repeated)")
-    sample.add_argument("--problems", type=int, default=4, help="held-out problems to sample, without --prompt")
-    sample.add_argument("--n", type=int, default=1, help="samples per problem")
+    sample.add_argument("--problems", type=_count, default=4, help="held-out problems to sample, without --prompt")
+    sample.add_argument("--n", type=_count, default=1, help="samples per problem")
     sample.add_argument("--base", action="store_true", help="sample from the model before training")
     sample.add_argument("--step", type=int, help="checkpoint to sample from (default: the latest)")
 
     evaluate = command("eval", _eval, "sample and grade problems; write records and print accuracy and calibration")
     configured(evaluate, "CONFIG|RUN|MODEL")
-    evaluate.add_argument("--n", type=int, help="samples per problem (default: eval.samples)")
-    evaluate.add_argument("--problems", type=int, help="evaluation problems of a task, or the first ones of the files")
+    evaluate.add_argument("--n", type=_count, help="samples per problem (default: eval.samples)")
+    evaluate.add_argument(
+        "--problems", type=_count, help="evaluation problems of a task, or the first ones of the files"
+    )
     evaluate.add_argument("--base", action="store_true", help="evaluate the model before training")
     evaluate.add_argument("--step", type=int, help="checkpoint to evaluate (default: the latest)")
     evaluate.add_argument("--benchmark", action="append", help="a problem file to evaluate on (may be repeated)")
@@ -105,6 +107,16 @@ def _parser() -> argparse.ArgumentParser:
 
     command("doctor", _doctor, "show versions and devices; exit 2 on a combination known to be bad")
     return parser
+
+
+def _count(text: str) -> int:
+    try:
+        count = int(text)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number > 0")
+    return count
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------

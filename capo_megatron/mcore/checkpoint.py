@@ -158,10 +158,7 @@ class DistCheckpointStore:
         sharded = policy.sharded_state_dict(loading=True)
         loaded, reason = self._tried(lambda: dist_checkpointing.load(sharded, str(folder)))
         if reason is not None:
-            raise CheckpointError(
-                f"{folder}: cannot be read: {reason}. To resume from an older one, write its name into "
-                f"{self._root / 'latest'}."
-            )
+            raise CheckpointError(f"{folder}: cannot be read: {reason}. {_go_back(folder)}")
         policy.load_sharded_state_dict(loaded)
         if header["layout"] == policy.describe()["layout"]:
             _restore_random_states(folder, self._team)
@@ -223,11 +220,18 @@ def _ours(policy: Policy) -> MegatronPolicy:
 def read_header(folder: Path) -> dict[str, Any]:
     """The `state.json` of a checkpoint."""
     try:
-        return json.loads((folder / "state.json").read_text())
+        header = json.loads((folder / "state.json").read_text())
     except FileNotFoundError:
         raise CheckpointError(f"{folder}: no state.json: not a complete checkpoint of this program.") from None
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{folder / 'state.json'}: damaged ({error}). Resume from an older checkpoint.") from None
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{folder / 'state.json'}: damaged ({error}). {_go_back(folder)}") from None
+    if not isinstance(header, dict) or not {"step", "model", "layout", "state"} <= header.keys():
+        raise CheckpointError(f"{folder / 'state.json'}: not the description of a checkpoint. {_go_back(folder)}")
+    return header
+
+
+def _go_back(folder: Path) -> str:
+    return f"To resume from an older one, write its name into {folder.with_name('latest')}."
 
 
 def _check_same_model(folder: Path, header: dict[str, Any], model: dict[str, Any]) -> None:
@@ -294,7 +298,7 @@ def _restore_random_states(folder: Path, team: Team) -> None:
     try:
         states = load_file(folder / "rng.safetensors")
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{folder / 'rng.safetensors'}: cannot be read ({error}).") from None
+        raise CheckpointError(f"{folder / 'rng.safetensors'}: cannot be read ({error}). {_go_back(folder)}") from None
     mine = {name.split(".", 1)[1]: value for name, value in states.items() if name.split(".", 1)[0] == str(team.rank)}
     torch.set_rng_state(mine["torch"])
     numpy_state = mine["numpy"].numpy()

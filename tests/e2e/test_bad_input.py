@@ -135,6 +135,8 @@ def test_layouts_that_do_not_fit(
         (["train", "run.yaml", "--nproc", "3", "parallel.tensor=2"], r"takes a multiple of 2 ranks, got 3"),
         (["eval", "run.yaml"], r"run: no checkpoint in it yet\. Train first, or use the model before training: --base"),
         (["eval", "run.yaml", "--benchmark", "absent.jsonl"], r"absent\.jsonl: no such file"),
+        (["eval", "run.yaml", "eval.temperature=0"], r"eval\.temperature=0: 2 responses .* all be equal\. .* --n 1"),
+        (["eval", "run.yaml", "--output", "."], r"--output \.: is a folder\. Name a file in it"),
         (["sample", "run.yaml", "--base", "--prompt", "3 plus 4="], r"one token per character, and none for ' '"),
         (["sample", "run.yaml", "--base", "--prompt", "1+" * 15 + "1="], r"32 prompt tokens and .*need 40 positions"),
     ],
@@ -290,6 +292,38 @@ def test_a_checkpoint_of_another_run_is_refused_and_left_alone(
     monkeypatch.chdir(small_disk)
     assert re.search(message, line := refused(capfd, "train", "run.yaml", *options)), line
     assert re.search(r"There are: \[1\]", refused(capfd, "eval", "run", "--step", "99"))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        (
+            "latest",
+            "step_000007",
+            r"latest: names 'step_000007', which is not a complete checkpoint\. Complete ones: \[1\]",
+        ),
+        ("step_000001/state.json", '{"step": 1', r"state\.json: damaged .*To resume from an older one, write its name"),
+        ("step_000001/state.json", "{}", r"state\.json: not the description of a checkpoint\. To resume"),
+        ("step_000001/__0_0.distcp", "", r"step_000001: cannot be read: .*\. To resume from an older one, write"),
+        ("step_000001/rng.safetensors", "", r"rng\.safetensors: cannot be read .*\. To resume from an older one"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named(
+    small_disk: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    file: str,
+    content: str,
+    message: str,
+) -> None:
+    monkeypatch.chdir(small_disk)
+    path = small_disk / "run" / "checkpoints" / file
+    good = path.read_bytes()
+    path.write_text(content)
+    try:
+        assert re.search(message, line := refused(capfd, "train", "run.yaml")), line
+    finally:
+        path.write_bytes(good)
 
 
 @pytest.mark.parametrize(
