@@ -1,0 +1,233 @@
+"""The loop, with fakes of its seams: what it does, in which order, how often, and what survives its end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from capo_megatron.config import RunConfig
+from capo_megatron.errors import RolloutError, TrainingError
+from capo_megatron.runlog import log as runlog
+from capo_megatron.runlog import read_rows
+from capo_megatron.seams import Signal
+from capo_megatron.trainer import Parts, train
+from capo_megatron.types import RolloutBatch
+from tests.unit.seam_fakes import Events, Killed, Saved, fake_algorithm, fake_config, fake_parts
+
+
+def rows(config: RunConfig) -> list[dict[str, Any]]:
+    """What was logged, without times."""
+    timed = ("time", "seconds/", "tokens_per_second/")
+    found = read_rows(Path(config.output) / "metrics.jsonl")
+    return [{name: value for name, value in row.items() if not name.startswith(timed)} for row in found]
+
+
+def rollout_ids(parts: Parts) -> list[list[str]]:
+    return [ids for ids, _ in parts.engine.asked]
+
+
+# --- a step -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_samples_scores_trains_refits_logs_and_saves_in_this_order(tmp_path: Path) -> None:
+    config, note = fake_config(tmp_path, train={"steps": 2, "minibatches": 2}), Events()
+    parts = fake_parts(config, note, algorithm=fake_algorithm(needs=frozenset({Signal.REF_LOGPROBS})))
+    assert train(config, parts) == 2
+    step = ["generate", "sleep", "score policy", "score reference", "train", "train", "wake", "refit"]
+    assert note.names == [
+        *("wake", "refit", *step, "log 1", "logged 1"),
+        *(*step, "log 2", "logged 2", "save 2", "saved 2"),
+    ]
+    assert parts.engine.version == parts.policy.version == 4
+
+
+def test_mini_batches_hold_whole_groups_with_their_own_weights_in_every_epoch(tmp_path: Path) -> None:
+    config = fake_config(tmp_path, rollout={"prompts": 6}, train={"steps": 1, "minibatches": 3, "epochs": 2})
+    parts = fake_parts(config, Events())
+    train(config, parts)
+    groups = [sorted(set(part.rollouts.group.tolist())) for part in parts.policy.trained]
+    assert groups == [[0, 1], [2, 3], [4, 5]] * 2
+    for part in parts.policy.trained:
+        batch = part.rollouts
+        assert torch.bincount(batch.group).tolist()[-2:] == [4, 4]
+        assert float(part.weights.sum()) == pytest.approx(1.0)
+        torch.testing.assert_close(part.signals.old_logprobs, -1.0 * batch.response_mask)  # scored before any update
+        torch.testing.assert_close(part.advantages, batch.rewards["reward"].unsqueeze(1) * batch.response_mask)
+
+
+def test_every_step_takes_the_next_problems_and_another_seed(tmp_path: Path) -> None:
+    config = fake_config(tmp_path)
+    parts = fake_parts(config, Events())
+    train(config, parts)
+    assert rollout_ids(parts) == [["p0", "p1"], ["p2", "p3"], ["p4", "p5"], ["p6", "p7"]]
+    assert len({params.seed for _, params in parts.engine.asked}) == 4
+
+
+# --- the algorithm's say ----------------------------------------------------------------------------------------------
+
+
+def mixed(batch: RolloutBatch) -> bool:
+    return 0.0 < float(batch.correct.float().mean()) < 1.0
+
+
+def test_groups_that_the_algorithm_rejects_are_replaced(tmp_path: Path) -> None:
+    config = fake_config(tmp_path, rollout={"prompts": 4, "samples": 8}, train={"steps": 1})
+    parts = fake_parts(config, Events(), algorithm=fake_algorithm(keep_group=mixed), easy=[0, 2, 3, 5])
+    train(config, parts)
+    assert rollout_ids(parts) == [["p0", "p1", "p2", "p3"], ["p4", "p5", "p6"], ["p7"]]
+    assert len({params.seed for _, params in parts.engine.asked}) == 3
+    (batch,) = (part.rollouts for part in parts.policy.trained)
+    assert [problem.id for problem in batch.problems] == ["p1", "p4", "p6", "p7"]
+    assert torch.bincount(batch.group).tolist() == [8, 8, 8, 8]
+
+
+def test_replacing_ends_with_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    config = fake_config(tmp_path)
+    algorithm = fake_algorithm(keep_group=mixed, max_refills=3)
+    parts = fake_parts(config, Events(), algorithm=algorithm, easy=range(12))
+    with pytest.raises(RolloutError, match=r"0 of 2 groups after 3 rounds .* algorithm\.max_refills\.$"):
+        train(config, parts)
+    assert len(parts.engine.asked) == 4 and not parts.policy.trained
+
+
+def test_groups_that_the_algorithm_selects_come_first_in_the_next_step(tmp_path: Path) -> None:
+    config = fake_config(tmp_path)
+    chosen = iter([[1, 1], None, [0], []])
+    parts = fake_parts(config, Events(), algorithm=fake_algorithm(reselect=lambda *_: next(chosen)))
+    train(config, parts)
+    assert rollout_ids(parts) == [["p0", "p1"], ["p1", "p1#1"], ["p2", "p3"], ["p2", "p4"]]
+
+
+# --- steps that are not taken -----------------------------------------------------------------------------------------
+
+
+def test_skipped_steps_are_counted_and_told(tmp_path: Path) -> None:
+    config = fake_config(tmp_path, train={"steps": 6, "max_skipped": 2})
+    bad = "non-finite loss: problem p1"
+    parts = fake_parts(config, Events(), skips=[bad, None, bad, bad, None])
+    train(config, parts)
+    assert [row["train/skipped"] for row in rows(config)] == [1, 0, 1, 1, 0, 0]
+    assert ["train/loss" in row for row in rows(config)] == [False, True, False, False, True, True]
+    assert parts.log.warnings == [f"optimizer step skipped: {bad}"] * 3
+    assert parts.policy.version == parts.engine.version == 3
+
+
+def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path: Path) -> None:
+    config, saved = fake_config(tmp_path, train={"steps": 9, "minibatches": 2, "max_skipped": 3}), Saved()
+    bad = "non-finite gradient: decoder.final_layernorm.weight"
+    parts = fake_parts(config, Events(), saved, skips=[None] * 5 + [bad] * 9)
+    with pytest.raises(TrainingError, match=r"4 optimizer steps in a row .*final_layernorm\.weight") as caught:
+        train(config, parts)
+    assert "\n" not in str(caught.value)
+    assert [row["step"] for row in rows(config)] == [1, 2, 3, 4] and sorted(saved) == [2, 4]
+
+
+# --- validation and checkpoints ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"every": 2}, [0, 2, 4, 5]),
+        ({"every": 2, "at_start": False}, [2, 4, 5]),
+        ({"every": 5}, [0, 5]),
+        ({"every": 9}, [0, 5]),
+        ({"every": 0}, []),
+    ],
+)
+def test_validation_comes_at_the_start_every_so_many_steps_and_at_the_end(
+    tmp_path: Path, options: dict[str, Any], expected: list[int]
+) -> None:
+    config = fake_config(tmp_path, train={"steps": 5}, eval=options | {"samples": 3, "temperature": 0.5})
+    parts = fake_parts(config, Events())
+    train(config, parts)
+    assert [row["step"] for row in rows(config) if "validation/accuracy" in row] == expected
+    asked = [params for ids, params in parts.engine.asked if ids == ["v0", "v1", "v2"]]
+    assert len(asked) == len(expected)
+    assert len({params.seed for params in asked}) <= 1, "steps are compared on the same random numbers"
+    assert {params.temperature for params in asked} <= {0.5}
+
+
+@pytest.mark.parametrize(("every", "expected"), [(2, [2, 4, 5]), (5, [5]), (0, [5])])
+def test_checkpoints_come_every_so_many_steps_and_at_the_end(tmp_path: Path, every: int, expected: list[int]) -> None:
+    config, saved = fake_config(tmp_path, train={"steps": 5}, checkpoint={"every": every}), Saved()
+    assert train(config, fake_parts(config, Events(), saved)) == 5
+    assert sorted(saved) == expected
+
+
+# --- ends and new starts ----------------------------------------------------------------------------------------------
+
+
+def restless(folder: Path) -> tuple[RunConfig, dict[str, Any]]:
+    """A run in which all has a state: refills, problems to repeat, an algorithm's memory; validation and a probe."""
+    config = fake_config(
+        folder, eval={"every": 2, "samples": 2}, rollout={"prompts": 2, "probe_rows": 2}, train={"steps": 3}
+    )
+    algorithm = fake_algorithm(keep_group=mixed, reselect=lambda batch, _: [1] if bool(batch.correct[0]) else [0, 1])
+    return config, {"algorithm": algorithm, "easy": [1, 6]}
+
+
+def test_a_run_that_ends_at_any_moment_continues_as_if_uninterrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runlog, "provenance", dict)  # which asks git, at each of the hundred starts below
+    (tmp_path / "whole").mkdir()
+    config, options = restless(tmp_path / "whole")
+    note = Events()
+    train(config, fake_parts(config, note, **options))
+    want = rows(config)
+    assert [row["step"] for row in want] == [0, 1, 2, 3]
+    for moment in range(len(note.names)):
+        (folder := tmp_path / str(moment)).mkdir()
+        config, options = restless(folder)
+        dying, saved = Events(), Saved()
+        dying.watch = lambda _, dying=dying, moment=moment: die(dying, moment)
+        parts = fake_parts(config, dying, saved, **options)
+        with pytest.raises(Killed):
+            train(config, parts)
+        parts.log.close()  # as the end of a process would
+        _, options = restless(folder)
+        train(config, fake_parts(config, Events(), saved, **options))
+        assert rows(config) == want, f"ended at {note.names[moment]}, the event number {moment}"
+
+
+def die(events: Events, moment: int) -> None:
+    if len(events.names) > moment:
+        raise Killed
+
+
+def test_a_finished_run_does_nothing_more(tmp_path: Path) -> None:
+    config, saved = fake_config(tmp_path), Saved()
+    first = fake_parts(config, Events(), saved)
+    train(config, first)
+    first.log.close()
+    before, again = rows(config), Events()
+    assert train(config, fake_parts(config, again, saved)) == 4
+    assert again.names == ["wake", "refit"] and rows(config) == before
+
+
+def test_sigterm_finishes_the_step_saves_it_and_stops(tmp_path: Path) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        pytest.skip("signals reach the main thread only")
+    config, saved, note = fake_config(tmp_path, checkpoint={"every": 0}), Saved(), Events()
+    before = signal.getsignal(signal.SIGTERM)
+
+    def terminate(event: str) -> None:  # while sampling the second step; and again while saving, as schedulers do
+        if (event == "generate" and note.names.count("generate") == 2) or event == "save 2":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    note.watch = terminate
+    parts = fake_parts(config, note, saved)
+    assert train(config, parts) == 2
+    parts.log.close()
+    assert [row["step"] for row in rows(config)] == [1, 2] and sorted(saved) == [2]
+    assert note.names[-2:] == ["save 2", "saved 2"]
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert train(config, fake_parts(config, Events(), saved)) == 4
+    assert [row["step"] for row in rows(config)] == [1, 2, 3, 4]
