@@ -7,7 +7,9 @@ Invariants, each tested:
 1. every row is in exactly one micro-batch;
 2. every rank has the same number of micro-batches, a multiple of `multiple` (pipelines hang or refuse otherwise);
 3. no micro-batch has more than `budget` padded tokens, unless a single row alone is longer;
-4. the j-th micro-batches of all ranks have similar sizes, so that no rank waits for another.
+4. the j-th micro-batches of all ranks have similar sizes, so that no rank waits for another;
+5. rows of much different lengths are kept apart: no cut of a micro-batch in two would save more padding than
+   `CUT_TOKENS`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 Rows = tuple[int, ...]
+
+CUT_TOKENS = 512  # what one more micro-batch costs (launches, smaller products), in padded tokens computed for nothing
 
 
 def plan(lengths: Sequence[int], budget: int, ranks: int = 1, multiple: int = 1) -> list[list[Rows]]:
@@ -29,7 +33,8 @@ def plan(lengths: Sequence[int], budget: int, ranks: int = 1, multiple: int = 1)
         ranks: data-parallel ranks.
         multiple: the number of micro-batches of a rank must be a multiple of this (interleaved pipelines need it).
     """
-    groups = _pack(sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)), lengths, budget)
+    longest_first = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    groups = [part for rows in _pack(longest_first, lengths, budget) for part in _cut(rows, lengths)]
     per_rank = -(-max(len(groups), 1) // ranks)
     wanted = -(-per_rank // multiple) * multiple * ranks
     while len(groups) < wanted and (widest := _widest(groups, lengths)) is not None:
@@ -50,6 +55,13 @@ def _pack(rows: list[int], lengths: Sequence[int], budget: int) -> list[Rows]:
             current = []
         current.append(row)
     return [*groups, tuple(current)] if current else groups
+
+
+def _cut(rows: Rows, lengths: Sequence[int]) -> list[Rows]:
+    """`rows`, longest first, in as many pieces as it pays to have: what is behind a cut is padded to fewer tokens."""
+    longest, count = lengths[rows[0]], len(rows)
+    saved, place = max(((longest - lengths[row]) * (count - place), place) for place, row in enumerate(rows))
+    return [rows] if saved <= CUT_TOKENS else [*_cut(rows[:place], lengths), *_cut(rows[place:], lengths)]
 
 
 def _padded(rows: Rows, lengths: Sequence[int]) -> int:
