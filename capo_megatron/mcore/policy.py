@@ -168,15 +168,16 @@ class MegatronPolicy:
             return StepReport(total.loss, float("nan"), lr, f"non-finite loss: {total.bad_rows[0]}", total.means())
         norm, moved = self._optimizer.step()
         if not moved:
-            found = [names for names in self._runtime.gather(self._bad_gradients()) if names]
-            where = found[0][0] if found else "the norm overflowed"
+            found = [f"{name} on rank {rank}" for rank, name in enumerate(self._runtime.gather(self._bad())) if name]
+            where = found[0] if found else "the norm overflowed"
             return StepReport(total.loss, norm, lr, f"non-finite gradient: {where}", total.means())
         self.version += 1
         return StepReport(total.loss, norm, lr, None, total.means())
 
-    def _bad_gradients(self) -> list[str]:
+    def _bad(self) -> str | None:
+        """The first of this rank's weights whose gradient is not finite; a pipeline stage counts its layers from 0."""
         named = (pair for model in self._models for pair in model.named_parameters())
-        return [name for name, parameter in named if not bool(torch.isfinite(parameter.main_grad).all())][:1]
+        return next((name for name, weight in named if not bool(torch.isfinite(weight.main_grad).all())), None)
 
     # --- the pipeline ----------------------------------------------------------------------------------------------
 
