@@ -358,17 +358,6 @@ def fill(folder: Path, free_kib: int) -> None:
 
 
 @pytest.mark.parallel
-def test_ranks_started_here_say_it_once(place: Path) -> None:
-    before = snapshot(place)
-    done = run(place, "capo_megatron", "train", "run.yaml", "--nproc", "2", "parallel.pipeline=2")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert re.fullmatch(
-        r"capo-megatron: ConfigError: parallel\.pipeline=2 does not divide the 3 layers.*\n", done.stderr
-    )
-    assert snapshot(place) == before
-
-
-@pytest.mark.parallel
 def test_a_failure_of_one_rank_alone_is_said_once(place: Path) -> None:
     write_config(place)
     (place / "run").mkdir()
