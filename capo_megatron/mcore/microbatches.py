@@ -3,13 +3,13 @@
 The plan is made from row lengths alone, identically on every rank. It changes speed and memory, never results: the loss
 is a weighted sum over rows (`TrainBatch.weights`), whoever computes which row.
 
-Invariants, each tested:
+Rows are dealt to the ranks in turns, longest first, so that all have the same work. Invariants, each tested:
 1. every row is in exactly one micro-batch;
 2. every rank has the same number of micro-batches, a multiple of `multiple` (pipelines hang or refuse otherwise);
 3. no micro-batch has more than `budget` padded tokens, unless a single row alone is longer;
-4. the j-th micro-batches of all ranks have similar sizes, so that no rank waits for another;
+4. the j-th micro-batches of all ranks hold the same turns: no rank waits longer than a row and `CUT_TOKENS` take;
 5. rows of much different lengths are kept apart: no cut of a micro-batch in two would save more padding than
-   `CUT_TOKENS`.
+   `CUT_TOKENS` (give or take a row where there are several ranks).
 """
 
 from __future__ import annotations
@@ -33,42 +33,38 @@ def plan(lengths: Sequence[int], budget: int, ranks: int = 1, multiple: int = 1)
         ranks: data-parallel ranks.
         multiple: the number of micro-batches of a rank must be a multiple of this (interleaved pipelines need it).
     """
-    longest_first = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    groups = [part for rows in _pack(longest_first, lengths, budget) for part in _cut(rows, lengths)]
-    per_rank = -(-max(len(groups), 1) // ranks)
-    wanted = -(-per_rank // multiple) * multiple * ranks
-    while len(groups) < wanted and (widest := _widest(groups, lengths)) is not None:
-        rows = groups[widest]
-        groups[widest : widest + 1] = [rows[: (len(rows) + 1) // 2], rows[(len(rows) + 1) // 2 :]]
-    groups += [()] * (wanted - len(groups))
-    groups.sort(key=lambda rows: -_padded(rows, lengths))
-    return [groups[rank::ranks] for rank in range(ranks)]
+    rows = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    widths = [lengths[row] for row in rows[::ranks]]  # of each turn, in which every rank gets one row
+    parts = [part for run in _pack(widths, budget) for part in _cut(run, widths)]
+    while not parts or len(parts) % multiple:
+        widest = max((part for part in parts if len(part) > 1), key=lambda part: _padded(part, widths), default=None)
+        if widest is None:
+            parts.append(range(0))
+        else:
+            middle, place = (widest.start + widest.stop + 1) // 2, parts.index(widest)
+            parts[place : place + 1] = [range(widest.start, middle), range(middle, widest.stop)]
+    return [
+        [tuple(rows[part.start * ranks + rank : part.stop * ranks : ranks]) for part in parts] for rank in range(ranks)
+    ]
 
 
-def _pack(rows: list[int], lengths: Sequence[int], budget: int) -> list[Rows]:
-    """Consecutive runs of rows that fit the budget; rows come longest first, so the first of a run sets its width."""
-    groups: list[Rows] = []
-    current: list[int] = []
-    for row in rows:
-        if current and lengths[current[0]] * (len(current) + 1) > budget:
-            groups.append(tuple(current))
-            current = []
-        current.append(row)
-    return [*groups, tuple(current)] if current else groups
+def _pack(widths: Sequence[int], budget: int) -> list[range]:
+    """Runs of turns that fit the budget; widths fall, so the first of a run is that of all of them."""
+    runs, start = [], 0
+    for turn in range(1, len(widths) + 1):
+        if turn == len(widths) or widths[start] * (turn + 1 - start) > budget:
+            runs.append(range(start, turn))
+            start = turn
+    return runs
 
 
-def _cut(rows: Rows, lengths: Sequence[int]) -> list[Rows]:
-    """`rows`, longest first, in as many pieces as it pays to have: what is behind a cut is padded to fewer tokens."""
-    longest, count = lengths[rows[0]], len(rows)
-    saved, place = max(((longest - lengths[row]) * (count - place), place) for place, row in enumerate(rows))
-    return [rows] if saved <= CUT_TOKENS else [*_cut(rows[:place], lengths), *_cut(rows[place:], lengths)]
+def _cut(run: range, widths: Sequence[int]) -> list[range]:
+    """`run` in as many pieces as it pays to have: what is behind a cut is padded to less."""
+    saved, place = max(((widths[run.start] - widths[turn]) * (run.stop - turn), turn) for turn in run)
+    if saved <= CUT_TOKENS:
+        return [run]
+    return [*_cut(range(run.start, place), widths), *_cut(range(place, run.stop), widths)]
 
 
-def _padded(rows: Rows, lengths: Sequence[int]) -> int:
-    return len(rows) * max((lengths[row] for row in rows), default=0)
-
-
-def _widest(groups: list[Rows], lengths: Sequence[int]) -> int | None:
-    """Index of the micro-batch with the most padded tokens among those that can be split."""
-    splittable = [index for index, rows in enumerate(groups) if len(rows) > 1]
-    return max(splittable, key=lambda index: _padded(groups[index], lengths), default=None)
+def _padded(part: range, widths: Sequence[int]) -> int:
+    return len(part) * widths[part.start]
