@@ -194,7 +194,8 @@ class MegatronPolicy:
 
         iterators = [iter(mine) for _ in self._chunks]
         for chunk in self._chunks:
-            chunk.train(not forward_only)
+            if chunk.training == forward_only:  # it walks through every module
+                chunk.train(not forward_only)
         get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
@@ -286,8 +287,8 @@ class _MicroBatch:
 
     rows: tuple[int, ...]
     batch: RolloutBatch | TrainBatch  # rows and fillers, trimmed to the longest
-    tokens: Tensor  # [n, S'] S' rounded up for sequence parallelism
-    positions: Tensor  # [n, S']
+    tokens: Tensor  # [n, T'] without the last, which predicts nothing; T' is T rounded up for sequence parallelism
+    positions: Tensor  # [n, T']
     loss_scale: float
 
     @property
@@ -308,14 +309,13 @@ def _micro_batch(
     height: int,
 ) -> _MicroBatch:
     chosen = rows + (rows or (0,))[:1] * (height - len(rows))
-    longest = max(lengths[row] for row in chosen)
-    part = batch.slice(chosen).trim(longest - 1).to(device)
+    targets = max(1, *(lengths[row] - 1 for row in chosen))
+    part = batch.slice(chosen).trim(targets).to(device)
     if len(rows) < height:
         part = _silence(part, len(rows))
     rollouts = part.rollouts if isinstance(part, TrainBatch) else part
-    padding = -longest % multiple
-    tokens = torch.nn.functional.pad(rollouts.tokens, (0, padding))
-    positions = torch.arange(longest + padding, device=device).expand_as(tokens)
+    tokens = torch.nn.functional.pad(rollouts.tokens[:, :-1], (0, -targets % multiple))
+    positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
     return _MicroBatch(rows, part, tokens, positions, scale)
 
 
