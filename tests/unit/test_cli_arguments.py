@@ -11,6 +11,12 @@ from capo_megatron.cli import main
 CONFIG = str(Path(__file__).parents[2] / "examples" / "quickstart.yaml")
 
 
+@pytest.fixture(autouse=True)
+def away_from_the_runs_of_the_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The config writes below the current folder, where a quickstart may have left a run with other settings."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
