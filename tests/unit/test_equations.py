@@ -200,7 +200,7 @@ def test_pairs_formed_in_many_blocks_equal_those_formed_at_once(monkeypatch: pyt
     mean = -torch.rand(60, dtype=torch.float64)
     correct, group = torch.rand(60) < 0.5, torch.arange(60) // 20
     whole = capo_advantage(mean, correct, group)
-    monkeypatch.setattr("capo_megatron.algorithms.equations.PAIRS_AT_ONCE", 7)
+    monkeypatch.setattr("capo_megatron.algorithms.equations.pairwise.PAIRS_AT_ONCE", 7)
     torch.testing.assert_close(capo_advantage(mean, correct, group), whole, rtol=1e-12, atol=1e-14)
 
 
