@@ -5,12 +5,13 @@ PYTHON312 ?= $(shell for p in python3.12 $(HOME)/.pyenv/versions/3.12*/bin/pytho
 VENV := .venv
 BIN := $(VENV)/bin
 LATEST := .venv-latest
+TRL := .venv-trl
 # Several processes share the cores: one thread each, and no spinning while they wait for each other.
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: quickstart test test-latest lint format clean
+.PHONY: quickstart test test-latest test-trl lint format clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python examples/quickstart.py
@@ -21,6 +22,10 @@ test: $(VENV)/.installed
 # The parallel tests on Python 3.12 with the Megatron-core release that GPU images carry.
 test-latest: $(LATEST)/.installed
 	$(LATEST)/bin/python -m pytest -m "parallel and not gpu" tests/parallel
+
+# The adapters against the real TRL, and the real source of verl.
+test-trl: $(TRL)/.installed
+	$(TRL)/bin/python -m pytest tests/unit/test_adapters*.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -47,5 +52,13 @@ $(LATEST)/.installed: pyproject.toml .constraints.txt
 	$(LATEST)/bin/python -m pip install --quiet --constraint .constraints.txt --editable '.[dev]'
 	touch $@
 
+# verl for reading only: without its dependencies it is not imported.
+$(TRL)/.installed: pyproject.toml .constraints.txt
+	test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL)
+	$(TRL)/bin/python -m pip install --quiet torch==2.13.0
+	$(TRL)/bin/python -m pip install --quiet --constraint .constraints.txt --editable '.[dev]' trl==1.16.0
+	$(TRL)/bin/python -m pip install --quiet --no-deps verl==0.9.1
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(LATEST) runs build dist *.egg-info
+	rm -rf $(VENV) $(LATEST) $(TRL) runs build dist *.egg-info
