@@ -62,9 +62,11 @@ class Model:
         self.base.make(self._start(), team, say)
         return self.base.weights()
 
-    def policy(self, team: Runtime, weights: WeightSource, optimizer_steps: int) -> MegatronPolicy:
-        """The model as a policy, with its frozen reference."""
-        policy = self._bare_policy(team, optimizer_steps)
+    def policy(
+        self, team: Runtime, weights: WeightSource, optimizer_steps: int, averaged_reference: bool = False
+    ) -> MegatronPolicy:
+        """The model as a policy, with its reference: frozen, or the start of a moving average."""
+        policy = self._bare_policy(team, optimizer_steps, averaged_reference)
         reference = self.config.model.reference
         policy.load(weights if reference is None else DirectorySource(Path(reference)))
         policy.freeze_reference()
@@ -99,7 +101,7 @@ class Model:
         config = self.config
         return DirectorySource(Path(config.model.path)) if config.model.path else RandomSource(self.shape, config.seed)
 
-    def _bare_policy(self, team: Runtime, optimizer_steps: int = 1) -> MegatronPolicy:
+    def _bare_policy(self, team: Runtime, optimizer_steps: int = 1, averaged_reference: bool = False) -> MegatronPolicy:
         config = self.config
         return MegatronPolicy(
             self.shape,
@@ -109,6 +111,7 @@ class Model:
             total_steps=optimizer_steps,
             temperature=config.rollout.temperature,
             distributed_optimizer=config.parallel.distributed_optimizer,
+            averaged_reference=averaged_reference,
         )
 
     def _loaded_engine(self, team: Runtime, policy: MegatronPolicy) -> TransformersEngine:

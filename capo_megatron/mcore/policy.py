@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,9 +28,11 @@ from capo_megatron.mcore import hf_weights, microbatches
 from capo_megatron.mcore.logprobs import target_outputs
 from capo_megatron.mcore.model import ModelShape, build_model, head_weight
 from capo_megatron.mcore.optimizer import CHECKPOINT_METADATA, Optimizer
+from capo_megatron.mcore.reference import Reference
 from capo_megatron.mcore.runtime import Runtime
+from capo_megatron.mcore.tally import Tally
 from capo_megatron.seams import PolicyLoss, Signal, Weights
-from capo_megatron.types import PolicyOutputs, RolloutBatch, StepReport, TokenLoss, TopK, TrainBatch
+from capo_megatron.types import PolicyOutputs, RolloutBatch, StepReport, TopK, TrainBatch
 
 
 class MegatronPolicy:
@@ -46,6 +48,7 @@ class MegatronPolicy:
         total_steps: int,
         temperature: float = 1.0,
         distributed_optimizer: bool = True,
+        averaged_reference: bool = False,
     ) -> None:
         """Build the model with unset weights; `load` comes next.
 
@@ -57,6 +60,7 @@ class MegatronPolicy:
             total_steps: optimizer steps the learning-rate schedule spans.
             temperature: sampling temperature, by which logits are divided everywhere.
             distributed_optimizer: shard optimizer state over data-parallel ranks.
+            averaged_reference: the reference is a moving average (`update_reference`) and part of checkpoints.
         """
         self.version = 0
         self._shape, self._runtime, self._config, self._temperature = shape, runtime, config, temperature
@@ -74,7 +78,7 @@ class MegatronPolicy:
         chunks[0].config.finalize_model_grads_func = finalize_model_grads
         self._models = chunks
         self._optimizer = Optimizer(self._chunks, config, total_steps, distributed_optimizer)
-        self._reference: list[Tensor] | None = None
+        self._reference = Reference(chunks, averaged_reference)
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
@@ -85,36 +89,20 @@ class MegatronPolicy:
 
     def freeze_reference(self) -> None:
         """Keep a copy of the present weights, on CPU, as the reference."""
-        self._reference = [_host_copy(parameter) for parameter in self._parameters()]
+        self._reference.freeze()
+
+    def update_reference(self, decay: float) -> None:
+        """reference = decay * reference + (1 - decay) * policy. Needs a policy made with `averaged_reference`."""
+        self._reference.follow(decay)
 
     def hf_weights(self, which: Weights = "policy") -> Iterator[tuple[str, Tensor]]:
         """Every weight under its Hugging Face name, whole, on every rank, one after another."""
         with self._weights(which):
             yield from hf_weights.stream_hf(self._models, self._shape, self._layout)
 
-    def _parameters(self) -> Iterator[torch.nn.Parameter]:
-        for model in self._models:
-            yield from model.parameters()
-
-    @contextlib.contextmanager
-    def _weights(self, which: Weights) -> Iterator[None]:
-        """The model with these weights. The policy's own come back bit for bit."""
-        if which == "policy":
-            yield
-            return
-        if self._reference is None:
-            raise RuntimeError("freeze_reference() has not been called")
-        own = [_host_copy(parameter) for parameter in self._parameters()]
-        self._set_parameters(self._reference)
-        try:
-            yield
-        finally:
-            self._set_parameters(own)
-
-    @torch.no_grad()
-    def _set_parameters(self, values: Sequence[Tensor]) -> None:
-        for parameter, value in zip(self._parameters(), values, strict=True):
-            parameter.copy_(value)
+    def _weights(self, which: Weights) -> contextlib.AbstractContextManager[None]:
+        """The model with these weights."""
+        return contextlib.nullcontext() if which == "policy" else self._reference.in_place()
 
     # --- score -----------------------------------------------------------------------------------------------------
 
@@ -147,7 +135,7 @@ class MegatronPolicy:
         self, batch: TrainBatch, loss: PolicyLoss, needs: frozenset[Signal] = frozenset(), top_k: int = 0
     ) -> StepReport:
         """One optimizer step on `sum(weights * loss)`. A non-finite loss or gradient leaves everything as it was."""
-        tally = _Tally()
+        tally = Tally()
 
         def weigh(outputs: PolicyOutputs, mb: _MicroBatch) -> tuple[Tensor, dict[str, Any]]:
             assert isinstance(mb.batch, TrainBatch)
@@ -163,7 +151,7 @@ class MegatronPolicy:
         entropy, top_k = Signal.ENTROPY in needs, top_k if Signal.TOPK in needs else 0
         self._pipeline(batch, weigh, entropy, top_k, forward_only=False)
         spokesman = self._layout.is_last_stage and self._layout.tp_rank == 0
-        total = _Tally.merge(self._runtime.gather(tally.packed() if spokesman else None))
+        total = Tally.merge(self._runtime.gather(tally.packed() if spokesman else None))
         if total.bad_rows:
             return StepReport(total.loss, float("nan"), lr, f"non-finite loss: {total.bad_rows[0]}", total.means())
         norm, moved = self._optimizer.step()
@@ -261,24 +249,33 @@ class MegatronPolicy:
         }
 
     def checkpoint_bytes(self) -> int:
-        """Roughly what a checkpoint takes on disk: the weights, and three float32 numbers each for the optimizer."""
-        local = sum(parameter.numel() * (parameter.element_size() + 12) for parameter in self._parameters())
+        """Roughly what a checkpoint takes on disk: the weights, and float32 numbers for optimizer and average."""
+        more = 16 if self._reference.averaged else 12
+        parameters = (parameter for model in self._models for parameter in model.parameters())
+        local = sum(parameter.numel() * (parameter.element_size() + more) for parameter in parameters)
         return local * self._layout.tensor * self._layout.pipeline
 
     def sharded_state_dict(self, loading: bool) -> dict[str, Any]:
         """Model and optimizer for megatron.core.dist_checkpointing."""
-        names = ["model"] if len(self._models) == 1 else [f"model{index}" for index in range(len(self._models))]
-        metadata = dict(CHECKPOINT_METADATA)
+        metadata, names = dict(CHECKPOINT_METADATA), self._chunk_names()
         model = {
             name: chunk.sharded_state_dict(metadata=metadata) for name, chunk in zip(names, self._models, strict=True)
         }
-        return {**model, **self._optimizer.sharded_state_dict(model, loading), "version": self.version}
+        optimizer, reference = (
+            self._optimizer.sharded_state_dict(model, loading),
+            self._reference.sharded_state_dict(model, names),
+        )
+        return {**model, **optimizer, **reference, "version": self.version}
 
     def load_sharded_state_dict(self, state: Mapping[str, Any]) -> None:
-        for index, model in enumerate(self._models):
-            model.load_state_dict(state["model" if len(self._models) == 1 else f"model{index}"])
+        for name, model in zip(self._chunk_names(), self._models, strict=True):
+            model.load_state_dict(state[name])
+        self._reference.load_state_dict(state, self._chunk_names())
         self._optimizer.load_state_dict(state)
         self.version = state["version"]
+
+    def _chunk_names(self) -> list[str]:
+        return ["model"] if len(self._models) == 1 else [f"model{index}" for index in range(len(self._models))]
 
 
 @dataclass(frozen=True)
@@ -348,65 +345,3 @@ def _tensors(outputs: PolicyOutputs) -> list[Tensor]:
 def _write(total: PolicyOutputs, rows: Sequence[int], part: PolicyOutputs) -> None:
     for whole, values in zip(_tensors(total), _tensors(part), strict=True):
         whole[list(rows), : values.shape[1]] = values[: len(rows)]
-
-
-@torch.no_grad()
-def _host_copy(parameter: Tensor) -> Tensor:
-    """A copy in host memory, whatever device the parameter is on."""
-    return parameter.detach().to("cpu", copy=True)
-
-
-@dataclass
-class _Tally:
-    """What a rank's micro-batches add up to, for the step's report."""
-
-    loss: float = 0.0
-    tokens: int = 0
-    sums: dict[str, float] = field(default_factory=dict)
-    maxima: dict[str, float] = field(default_factory=dict)
-    bad_rows: list[str] = field(default_factory=list)
-
-    def add(self, value: Tensor, token_loss: TokenLoss, batch: TrainBatch) -> None:
-        """Take note of one micro-batch."""
-        mask = batch.rollouts.response_mask
-        self.loss += float(value.detach())
-        self.tokens += int(mask.sum())
-        for name, values in token_loss.metrics.items():
-            chosen = values.detach()[mask]  # fillers have no response
-            if name.endswith("_max"):
-                self.maxima[name] = max(
-                    self.maxima.get(name, -float("inf")), float(chosen.max()) if len(chosen) else 0.0
-                )
-            else:
-                self.sums[name] = self.sums.get(name, 0.0) + float(chosen.sum())
-        if not bool(torch.isfinite(value)):
-            bad = (~torch.isfinite(batch.weights * token_loss.loss)).any(dim=1)
-            groups = batch.rollouts.group[bad].tolist()
-            self.bad_rows += [f"problem {batch.rollouts.problems[group].id}" for group in groups] or [
-                "the sum overflowed"
-            ]
-
-    def packed(self) -> dict[str, Any]:
-        return {
-            "loss": self.loss,
-            "tokens": self.tokens,
-            "sums": self.sums,
-            "maxima": self.maxima,
-            "bad_rows": self.bad_rows,
-        }
-
-    @classmethod
-    def merge(cls, parts: Sequence[dict[str, Any] | None]) -> _Tally:
-        total = cls()
-        for part in filter(None, parts):
-            total.loss += part["loss"]
-            total.tokens += part["tokens"]
-            total.bad_rows += part["bad_rows"]
-            for name, value in part["sums"].items():
-                total.sums[name] = total.sums.get(name, 0.0) + value
-            for name, value in part["maxima"].items():
-                total.maxima[name] = max(total.maxima.get(name, value), value)
-        return total
-
-    def means(self) -> dict[str, float]:
-        return {**{name: value / max(self.tokens, 1) for name, value in self.sums.items()}, **self.maxima}
