@@ -18,10 +18,17 @@ from typing import Annotated, Any
 from pydantic import Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
 
-from capo_megatron.algorithms import capo, dr_grpo, grpo
+from capo_megatron.algorithms import capo, cde, codapo, dapo, dcpo, dr_grpo, grpo, gspo, scapo, simko
 from capo_megatron.algorithms.capo import CapoConfig
+from capo_megatron.algorithms.cde import CdeConfig
+from capo_megatron.algorithms.codapo import CodapoConfig
+from capo_megatron.algorithms.dapo import DapoConfig
+from capo_megatron.algorithms.dcpo import DcpoConfig
 from capo_megatron.algorithms.dr_grpo import DrGrpoConfig
 from capo_megatron.algorithms.grpo import GrpoConfig
+from capo_megatron.algorithms.gspo import GspoConfig
+from capo_megatron.algorithms.scapo import ScapoConfig
+from capo_megatron.algorithms.simko import SimkoConfig
 from capo_megatron.algorithms.surrogate import SurrogateConfig
 from capo_megatron.errors import ConfigError
 from capo_megatron.seams import Algorithm
@@ -30,8 +37,15 @@ __all__ = [
     "ALGORITHMS",
     "AlgorithmConfig",
     "CapoConfig",
+    "CdeConfig",
+    "CodapoConfig",
+    "DapoConfig",
+    "DcpoConfig",
     "DrGrpoConfig",
     "GrpoConfig",
+    "GspoConfig",
+    "ScapoConfig",
+    "SimkoConfig",
     "SurrogateConfig",
     "available",
     "build",
@@ -45,6 +59,13 @@ ALGORITHMS: dict[str, tuple[type, Build]] = {
     "capo": (CapoConfig, capo.build),
     "grpo": (GrpoConfig, grpo.build),
     "dr_grpo": (DrGrpoConfig, dr_grpo.build),
+    "dapo": (DapoConfig, dapo.build),
+    "gspo": (GspoConfig, gspo.build),
+    "codapo": (CodapoConfig, codapo.build),
+    "cde": (CdeConfig, cde.build),
+    "simko": (SimkoConfig, simko.build),
+    "dcpo": (DcpoConfig, dcpo.build),
+    "scapo": (ScapoConfig, scapo.build),
 }
 
 
@@ -77,7 +98,19 @@ class _AnyKind:
         return handler.generate_schema(Annotated[union, Field(discriminator="kind")])
 
 
-AlgorithmConfig = Annotated[CapoConfig | GrpoConfig | DrGrpoConfig, _AnyKind()]
+AlgorithmConfig = Annotated[
+    CapoConfig
+    | GrpoConfig
+    | DrGrpoConfig
+    | DapoConfig
+    | GspoConfig
+    | CodapoConfig
+    | CdeConfig
+    | SimkoConfig
+    | DcpoConfig
+    | ScapoConfig,
+    _AnyKind(),
+]
 
 
 def build(config: Any) -> Algorithm:

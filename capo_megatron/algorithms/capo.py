@@ -16,6 +16,17 @@ The paper leaves these open; each has an option, the default first:
     mask_scope  output: a masked answer is still somebody's partner | pairs: it leaves the pairs, too
     reduction   seq-mean-token-mean, which fits the derivation | token-mean, verl's default | ...
     dual_clip   off | 3.0, verl's default
+    ratio       token | sequence: GSPO's ratio, with clips of its size
+    reference_decay  fixed reference | a moving average of the policy
+
+Variants beyond the paper:
+
+    surrogate      linear: w = 1, GRPO's surrogate, which is not AUC-consistent
+    weight_floor   w = max(S, weight_floor), with S = sigmoid(...) in [0, 1]: well ordered pairs keep teaching
+    norm: mass     w = S (n_correct n_wrong / sum S)^mass_exponent: at 1 a group teaches as much as under GRPO, however
+                   well it is ordered
+    tau_schedule   tau moves to tau_end while the run proceeds
+    mask: off      no noise mask, no reference pass
 
 There is no division by a standard deviation, and no fallback for groups of one class: they get 0, as under GRPO.
 
@@ -30,35 +41,20 @@ All log-probs, the reference's too, are taken at the sampling temperature.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from capo_megatron.algorithms.equations import (
-    Norm,
-    Surrogate,
-    capo_advantage,
-    capo_noise_mask,
-    sequence_logprob_mean,
-)
-from capo_megatron.algorithms.surrogate import (
-    SurrogateConfig,
-    Truncated,
-    assemble,
-    broadcast,
-    check_finite,
-    counted_rows,
-    present,
-    require,
-)
-from capo_megatron.errors import CheckpointError
-from capo_megatron.seams import Algorithm, Signal
+from capo_megatron.algorithms.counted import broadcast, check_finite, counted_rows
+from capo_megatron.algorithms.equations import Norm, Surrogate, capo_advantage, sequence_logprob_mean
+from capo_megatron.algorithms.noise_mask import ReferencePerplexityMask
+from capo_megatron.algorithms.schedule import ScheduleKind, scheduled
+from capo_megatron.algorithms.shaping import with_centred_penalty
+from capo_megatron.algorithms.surrogate import SurrogateConfig, assemble, noise_mask, require
+from capo_megatron.seams import Algorithm
 from capo_megatron.types import RolloutBatch, Signals
-
-Threshold = float | Literal["quartile"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,37 +63,35 @@ class CapoConfig(SurrogateConfig):
 
     kind: Literal["capo"] = "capo"
     tau: float = 0.6  # temperature of the pairwise surrogate; paper: 0.6 for 1.5B, 0.5 for 7B
+    tau_schedule: ScheduleKind = "constant"
+    tau_end: float | None = None  # where the schedule leads; needed unless it is constant
+    tau_until: float = 1.0  # share of the run's steps after which it is there
     surrogate: Surrogate = "logistic"  # linear: every pair weighs 1, which is GRPO's (not AUC-consistent) surrogate
-    norm: Norm = "sum"  # divide by: 1 | responses of the group | partners | pairs of the group
+    norm: Norm = "sum"  # divide by: 1 | responses of the group | partners | pairs of the group; or mass, see above
+    mass_exponent: float = 1.0  # of norm=mass
+    weight_floor: float = 0.0  # smallest weight of a pair, before 1/tau
     inv_tau: bool = True  # keep the factor 1/tau of the exact derivative
     mask: Literal["on", "off"] = "on"  # off needs no reference pass
     mask_scope: Literal["output", "pairs"] = "output"
-    ref_high: Threshold = 2.5  # largest reference perplexity of a correct answer; quartile: 75th percentile, see mask
-    ref_low: Threshold = 1.05  # smallest reference perplexity of a wrong answer; quartile: 25th percentile
     logprob_source: Literal["trainer", "engine"] = "trainer"
 
 
 def build(config: CapoConfig) -> Algorithm:
     """CAPO as configured. Raises ConfigError on options out of range."""
-    require("tau", config.tau, 0 < config.tau < math.inf, "must be larger than 0 and finite")
-    high, low = config.ref_high, config.ref_low
-    require("ref_high", high, high == "quartile" or high >= 1, "must be a perplexity, 1 or larger, or 'quartile'")
-    require("ref_low", low, low == "quartile" or low > 0, "must be a perplexity (at most 1 keeps all) or 'quartile'")
-    if config.mask == "off":
-        return assemble(config.kind, config, PairwiseAdvantage(config))
-    mask = ReferencePerplexityMask(config.ref_high, config.ref_low, config.truncated)
-    return assemble(
-        config.kind,
-        config,
-        PairwiseAdvantage(config, mask if config.mask_scope == "pairs" else None),
-        masks=(mask,),
-        needs=frozenset({Signal.REF_LOGPROBS}),
-        stateful={"reference_mask": mask},
-        report=mask.report,
-    )
+    for option, tau in (("tau", config.tau), ("tau_end", config.tau if config.tau_end is None else config.tau_end)):
+        require(option, tau, 0 < tau < math.inf, "must be larger than 0 and finite")
+    needed = config.tau_schedule == "constant" or config.tau_end is not None
+    require("tau_end", config.tau_end, needed, f"tau_schedule={config.tau_schedule} needs to know where it leads")
+    require("tau_until", config.tau_until, 0 < config.tau_until <= 1, "must be above 0 and at most 1")
+    require("weight_floor", config.weight_floor, 0 <= config.weight_floor <= 1, "must be from 0 to 1")
+    require("mass_exponent", config.mass_exponent, 0 <= config.mass_exponent < math.inf, "must be 0 or larger")
+    mask = noise_mask(config)
+    estimator = PairwiseAdvantage(config, mask if config.mask_scope == "pairs" else None)
+    whole = with_centred_penalty(config, estimator)
+    return assemble(config.kind, config, whole, noise=mask, report=estimator.report)
 
 
-@dataclass(frozen=True)
+@dataclass
 class PairwiseAdvantage:
     """`equations.capo_advantage` over the counted, non-empty rows; [N, T], other rows 0.0.
 
@@ -107,6 +101,7 @@ class PairwiseAdvantage:
 
     config: CapoConfig
     mask: ReferencePerplexityMask | None = None
+    _last: dict[str, float] = field(default_factory=dict)
 
     def __call__(self, batch: RolloutBatch, signals: Signals) -> Tensor:
         mean, answered = self._logprob_mean(batch, signals)
@@ -116,68 +111,36 @@ class PairwiseAdvantage:
             member = member & self.mask.rows(batch, signals)
         option = self.config
         per_group = option.norm == "group"
-        norm: Norm = "sum" if per_group else option.norm
         advantage = capo_advantage(
-            mean, batch.correct, batch.group, option.tau, option.surrogate, norm, option.inv_tau, member
+            mean,
+            batch.correct,
+            batch.group,
+            self._tau(batch.progress),
+            option.surrogate,
+            "sum" if per_group else option.norm,
+            option.inv_tau,
+            member,
+            option.weight_floor,
+            option.mass_exponent,
         )
         if per_group:
             size = torch.bincount(batch.group[counted], minlength=len(batch.problems))
             advantage = advantage / size[batch.group].clamp(min=1)
         return broadcast(advantage, batch)
 
+    def _tau(self, progress: float) -> float:
+        option = self.config
+        end = option.tau if option.tau_end is None else option.tau_end
+        tau = scheduled(option.tau_schedule, option.tau, end, option.tau_until, progress)
+        self._last = {} if option.tau_schedule == "constant" else {"capo/tau": tau}
+        return tau
+
+    def report(self) -> dict[str, float]:
+        """tau of the last step, where it changes."""
+        return self._last
+
     def _logprob_mean(self, batch: RolloutBatch, signals: Signals) -> tuple[Tensor, Tensor]:
         engine = self.config.logprob_source == "engine"
         logprobs = batch.sampler_logprobs if engine else signals.old_logprobs
         check_finite(batch, "sampler_logprobs" if engine else "old_logprobs", logprobs, batch.response_mask)
         return sequence_logprob_mean(logprobs, batch.response_mask)
-
-
-class ReferencePerplexityMask:
-    """CAPO's noise mask (`equations.capo_noise_mask`) as a TokenMask with memory.
-
-    A threshold is an absolute perplexity, or "quartile": estimated once, on the counted, non-empty responses of the
-    first batch that has answers of its class, then frozen (75th percentile of the reference perplexity of correct
-    answers for `high`, 25th of wrong ones for `low`, interpolated linearly). Until then that class is kept whole.
-    Sees the batch of a whole step, the same on every rank, hence so are the thresholds.
-    """
-
-    def __init__(self, high: Threshold = 2.5, low: Threshold = 1.05, truncated: Truncated = "keep") -> None:
-        self._given: dict[str, Threshold] = {"ref_high": high, "ref_low": low}
-        self._known = {name: float(value) for name, value in self._given.items() if value != "quartile"}
-        self._truncated = truncated
-
-    def __call__(self, batch: RolloutBatch, signals: Signals) -> Tensor:
-        return self.rows(batch, signals).unsqueeze(1).expand_as(batch.response_mask)
-
-    def rows(self, batch: RolloutBatch, signals: Signals) -> Tensor:
-        """[N] bool: keep. Rows without a verdict or without tokens are kept; they train nothing anyway."""
-        reference = present(signals.ref_logprobs, "Signals.ref_logprobs")
-        check_finite(batch, "ref_logprobs", reference, batch.response_mask)
-        mean, answered = sequence_logprob_mean(reference, batch.response_mask)
-        judged = answered & counted_rows(batch, self._truncated)
-        self._estimate(mean, batch.correct, judged)
-        # A threshold that is still unknown removes nothing.
-        high, low = self._known.get("ref_high", math.inf), self._known.get("ref_low", math.ulp(0.0))
-        return capo_noise_mask(mean, batch.correct, high, low) | ~judged
-
-    def _estimate(self, mean: Tensor, correct: Tensor, judged: Tensor) -> None:
-        for name, rows, quantile in (("ref_high", judged & correct, 0.75), ("ref_low", judged & ~correct, 0.25)):
-            if name not in self._known and rows.any():
-                perplexity = (-mean[rows].double()).clamp(max=700.0).exp()
-                self._known[name] = float(perplexity.quantile(quantile))
-
-    def report(self) -> dict[str, float]:
-        """The thresholds in force, for the log."""
-        return {f"mask/{name}": value for name, value in self._known.items() if math.isfinite(value)}
-
-    def state_dict(self) -> dict[str, Any]:
-        """The estimated thresholds; configured ones belong to the config."""
-        return {name: value for name, value in self._known.items() if self._given[name] == "quartile"}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over estimated thresholds. A threshold that the config now gives as a number stays as given."""
-        for name, value in state.items():
-            if name not in self._given or not (isinstance(value, float | int) and value > 0):
-                raise CheckpointError(f"algorithm state reference_mask.{name}={value!r}: expected a perplexity.")
-            if self._given[name] == "quartile":
-                self._known[name] = float(value)

@@ -16,6 +16,7 @@ from typing import Literal
 
 from capo_megatron.algorithms.equations import ReductionMode
 from capo_megatron.algorithms.grpo import GroupAdvantage
+from capo_megatron.algorithms.shaping import NamedReward, with_penalty
 from capo_megatron.algorithms.surrogate import SurrogateConfig, assemble
 from capo_megatron.seams import Algorithm
 
@@ -31,5 +32,5 @@ class DrGrpoConfig(SurrogateConfig):
 
 def build(config: DrGrpoConfig) -> Algorithm:
     """Dr.GRPO as configured. Raises ConfigError if `length` is missing."""
-    estimator = GroupAdvantage(config.reward, scale_by_std=False, truncated=config.truncated)
-    return assemble(config.kind, config, estimator)
+    reward = with_penalty(config, NamedReward(config.reward))
+    return assemble(config.kind, config, GroupAdvantage(reward, scale_by_std=False, truncated=config.truncated))

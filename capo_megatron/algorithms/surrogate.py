@@ -1,15 +1,12 @@
 """What the algorithms share: the clipped loss with optional KL and entropy terms, its reduction, and who is counted.
 
 An algorithm's config inherits `SurrogateConfig`; `assemble` turns it and an estimator into a `seams.Algorithm`. A new
-surrogate (a sequence ratio, say) is one more PolicyLoss handed to `assemble`, which wraps it in the same extra terms.
-
-Rows that are not *counted* (the verdict says nothing, or truncated="drop" and the response was cut) are in no group
-statistic, no loss and no denominator. Rows that a TokenMask removes have advantage 0 and stay in every denominator.
+surrogate is one more PolicyLoss handed to `assemble`, which wraps it in the same extra terms. Every option here goes
+with every algorithm.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -17,19 +14,22 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from capo_megatron.algorithms.counted import Truncated, counted_rows, present
 from capo_megatron.algorithms.equations import (
     KlKind,
     ReductionMode,
     clipped_surrogate,
+    gspo_surrogate,
     importance_ratio,
+    importance_weight,
     kl_penalty,
     reduction_weights,
+    sequence_logprob_mean,
 )
-from capo_megatron.errors import ConfigError, ShapeError, TrainingError
-from capo_megatron.seams import AdvantageEstimator, Algorithm, PolicyLoss, Signal, Stateful, TokenMask
+from capo_megatron.algorithms.noise_mask import ReferencePerplexityMask, Threshold
+from capo_megatron.errors import ConfigError
+from capo_megatron.seams import AdvantageEstimator, Algorithm, PolicyLoss, Signal, Stateful
 from capo_megatron.types import PolicyOutputs, RolloutBatch, TokenLoss, TrainBatch
-
-Truncated = Literal["keep", "drop", "mask_loss"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +43,17 @@ class SurrogateConfig:
     clip_low: float = 0.2  # the ratio is clipped to [1 - clip_low, 1 + clip_high]
     clip_high: float = 0.2
     dual_clip: float | None = None  # c > 1 bounds the loss at -A c where A < 0 (verl: 3.0); None = off
+    ratio: Literal["token", "sequence"] = "token"  # importance ratio per token, or GSPO's, one per response
+    importance_cap: float | None = None  # weigh tokens by min(policy / engine probability, cap) (verl: 2.0); None = off
     beta: float = 0.0  # coefficient of the KL term to the reference model; > 0 costs a reference pass
     kl: KlKind = "k3"
+    kl_in: Literal["loss", "reward"] = "loss"  # reward: summed over a response, at the sampling policy, no gradient
     entropy_coef: float = 0.0  # coefficient of the entropy bonus; > 0 computes entropies with gradient
     truncated: Truncated = "keep"  # drop: out of statistics, loss and denominators; mask_loss: out of the loss only
+    mask: Literal["on", "off"] = "off"  # CAPO's noise mask by reference perplexity; on costs a reference pass
+    ref_high: Threshold = 2.5  # largest reference perplexity of a correct answer; quartile: 75th percentile, see mask
+    ref_low: Threshold = 1.05  # smallest reference perplexity of a wrong answer; quartile: 25th percentile
+    reference_decay: float | None = None  # the reference follows the policy as a moving average; None = it is fixed
 
 
 def assemble(
@@ -55,38 +62,55 @@ def assemble(
     estimator: AdvantageEstimator,
     *,
     loss: PolicyLoss | None = None,
-    masks: tuple[TokenMask, ...] = (),
+    noise: ReferencePerplexityMask | None = None,
     needs: frozenset[Signal] = frozenset(),
+    loss_needs: frozenset[Signal] = frozenset(),
+    top_k: int = 0,
     stateful: Mapping[str, Stateful] | None = None,
     report: Callable[[], dict[str, float]] = dict,
 ) -> Algorithm:
     """The algorithm of this estimator with the config's loss and reduction. Raises ConfigError on options out of range.
 
-    `loss` replaces the token-level clipped surrogate; KL and entropy terms are added to either. `needs` lists what the
-    estimator, masks and loss read beyond old log-probs; what the extra terms need is added.
+    `loss` replaces the clipped surrogate; what the config adds to a loss is added to either. `noise` is the config's
+    noise mask, where the estimator has to know it; otherwise it is made here. `needs` and `loss_needs` list what the
+    estimator and the loss read beyond old log-probs; what the extra terms need is added.
     """
     check_surrogate(config)
-    if loss is None:
-        loss = ClippedLoss(config.clip_low, config.clip_high, config.dual_clip)
+    noise = noise or noise_mask(config)
+    in_loss = config.beta if config.kl_in == "loss" else 0.0
     return Algorithm(
         name=name,
         estimator=estimator,
-        loss=Regularised(loss, config.beta, config.kl, config.entropy_coef),
+        loss=Regularised(loss or clipped_loss(config), in_loss, config.kl, config.entropy_coef, config.importance_cap),
         reduction=CountedReduction(config.reduction, config.length, config.truncated),
-        masks=masks,
-        needs=needs | ({Signal.REF_LOGPROBS} if config.beta > 0 else set()),
-        loss_needs=frozenset({Signal.ENTROPY} if config.entropy_coef > 0 else ()),
-        stateful=stateful or {},
-        report=report,
+        masks=(noise,) if noise else (),
+        needs=needs | ({Signal.REF_LOGPROBS} if config.beta > 0 or noise else set()),
+        loss_needs=loss_needs | ({Signal.ENTROPY} if config.entropy_coef > 0 else set()),
+        top_k=top_k,
+        reference_decay=config.reference_decay,
+        stateful={**({"reference_mask": noise} if noise else {}), **(stateful or {})},
+        report=lambda: {**(noise.report() if noise else {}), **report()},
     )
+
+
+def noise_mask(config: SurrogateConfig) -> ReferencePerplexityMask | None:
+    """CAPO's noise mask, if the config turns it on. Raises ConfigError on thresholds out of range."""
+    high, low = config.ref_high, config.ref_low
+    require("ref_high", high, high == "quartile" or high >= 1, "must be a perplexity, 1 or larger, or 'quartile'")
+    require("ref_low", low, low == "quartile" or low > 0, "must be a perplexity (at most 1 keeps all) or 'quartile'")
+    return ReferencePerplexityMask(high, low, config.truncated) if config.mask == "on" else None
 
 
 def check_surrogate(config: SurrogateConfig) -> None:
     """Raise ConfigError, naming the option, if one is out of range or contradicts another."""
     for option in ("clip_low", "clip_high", "beta", "entropy_coef"):
         require(option, getattr(config, option), getattr(config, option) >= 0, "must be 0 or larger")
-    dual = config.dual_clip
+    dual, cap, decay = config.dual_clip, config.importance_cap, config.reference_decay
     require("dual_clip", dual, dual is None or dual > 1, "must be larger than 1, or null for no dual clip")
+    require("importance_cap", cap, cap is None or cap > 0, "must be larger than 0 (e.g. 2), or null for no weights")
+    require("reference_decay", decay, decay is None or 0 <= decay < 1, "must be from 0 to below 1, or null: fixed")
+    used = config.mask == "on" or config.beta > 0
+    require("reference_decay", decay, decay is None or used, "nothing reads the reference; set mask=on or beta > 0")
     if config.reduction == "constant-length":
         budget = config.length is not None and config.length > 0
         advice = "reduction=constant-length needs the response budget in tokens; set it to rollout.max_tokens"
@@ -105,9 +129,14 @@ def require(option: str, value: object, holds: bool, rule: str) -> None:
 # --- the loss -----------------------------------------------------------------------------------------------------
 
 
+def clipped_loss(config: SurrogateConfig) -> ClippedLoss:
+    """The clipped surrogate with the config's ratio and clips."""
+    return ClippedLoss(config.clip_low, config.clip_high, config.dual_clip, config.ratio == "sequence")
+
+
 @dataclass(frozen=True)
 class ClippedLoss:
-    """PPO's token-level clipped surrogate (`equations.clipped_surrogate`) as a PolicyLoss, with its vital signs.
+    """The clipped surrogate with a ratio per token (PPO) or per sequence (GSPO) as a PolicyLoss, with its vital signs.
 
     Metrics per token: `clip_share` (1 where the clipped branch is the active one), `dual_clip_share`, `ratio_max` (the
     importance ratio), `approx_kl` (k3 estimate of KL(sampling policy || current policy)), `entropy` if it was computed.
@@ -116,15 +145,25 @@ class ClippedLoss:
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
+    sequence: bool = False
 
     def __call__(self, now: PolicyOutputs, mb: TrainBatch) -> TokenLoss:
-        old = mb.signals.old_logprobs
-        loss = clipped_surrogate(now.logprobs, old, mb.advantages, self.clip_low, self.clip_high, self.dual_clip)
-        return TokenLoss(loss, self._metrics(now, old, mb.advantages))
+        old, mask = mb.signals.old_logprobs, mb.rollouts.response_mask
+        clips = (self.clip_low, self.clip_high, self.dual_clip)
+        if self.sequence:
+            loss = gspo_surrogate(now.logprobs, old, mb.advantages, mask, *clips)
+        else:
+            loss = clipped_surrogate(now.logprobs, old, mb.advantages, *clips)
+        return TokenLoss(loss, self.metrics(now, mb))
 
     @torch.no_grad()
-    def _metrics(self, now: PolicyOutputs, old: Tensor, advantages: Tensor) -> dict[str, Tensor]:
+    def metrics(self, now: PolicyOutputs, mb: TrainBatch) -> dict[str, Tensor]:
+        """What the class's docstring lists, [n, T] each."""
+        old, advantages = mb.signals.old_logprobs, mb.advantages
         ratio = importance_ratio(now.logprobs, old)
+        if self.sequence:
+            mean, _ = sequence_logprob_mean(now.logprobs - old, mb.rollouts.response_mask)
+            ratio = importance_ratio(mean, torch.zeros_like(mean)).unsqueeze(1).expand_as(old)
         high, low = ratio > 1 + self.clip_high, ratio < 1 - self.clip_low
         clipped = torch.where(advantages > 0, high, low & (advantages < 0))
         metrics = {
@@ -141,16 +180,25 @@ class ClippedLoss:
 
 @dataclass(frozen=True)
 class Regularised:
-    """A PolicyLoss plus `beta` times the KL to the reference model minus `entropy_coef` times the entropy."""
+    """A PolicyLoss, weighed, plus `beta` times the KL to the reference model minus `entropy_coef` times the entropy.
+
+    With an `importance_cap`, each token's policy loss is weighed by min(policy / engine probability, cap): truncated
+    importance sampling, which corrects for an engine whose numerics are not the trainer's. The two extra terms are not.
+    """
 
     inner: PolicyLoss
     beta: float = 0.0
     kl: KlKind = "k3"
     entropy_coef: float = 0.0
+    importance_cap: float | None = None
 
     def __call__(self, now: PolicyOutputs, mb: TrainBatch) -> TokenLoss:
         token = self.inner(now, mb)
         loss, metrics = token.loss, dict(token.metrics)
+        if self.importance_cap is not None:
+            weight = importance_weight(mb.signals.old_logprobs, mb.rollouts.sampler_logprobs, self.importance_cap)
+            loss = loss * weight
+            metrics["importance_weight"] = weight
         if self.beta > 0:
             penalty = kl_penalty(now.logprobs, present(mb.signals.ref_logprobs, "Signals.ref_logprobs"), self.kl)
             loss = loss + self.beta * penalty
@@ -158,21 +206,6 @@ class Regularised:
         if self.entropy_coef > 0:
             loss = loss - self.entropy_coef * present(now.entropy, "PolicyOutputs.entropy")
         return TokenLoss(loss, metrics)
-
-
-def present(value: Tensor | None, name: str) -> Tensor:
-    """The tensor that an algorithm declared it needs. Raises ShapeError if it was not computed."""
-    if value is None:
-        raise ShapeError(f"{name}: None, but the algorithm declared that it needs it. Compute it when scoring.")
-    return value
-
-
-# --- who is counted ---------------------------------------------------------------------------------------------------
-
-
-def counted_rows(batch: RolloutBatch, truncated: Truncated) -> Tensor:
-    """[N] bool: rows that enter group statistics, losses and denominators."""
-    return batch.gradable & ~batch.truncated if truncated == "drop" else batch.gradable.clone()
 
 
 @dataclass(frozen=True)
@@ -190,25 +223,3 @@ class CountedReduction:
         if self.truncated == "mask_loss":
             weights[batch.truncated] = 0.0
         return weights
-
-
-def broadcast(advantage: Tensor, batch: RolloutBatch) -> Tensor:
-    """[N, T] float32: every response token has its row's advantage, all else 0.0."""
-    return advantage.float().unsqueeze(1) * batch.response_mask
-
-
-def check_finite(batch: RolloutBatch, name: str, value: Tensor, where: Tensor) -> None:
-    """Raise TrainingError naming the problem and the sample unless `value` ([N] or [N, T]) is finite on `where`."""
-    bad = ~value.isfinite() & where
-    if not bad.any():
-        return
-    place = bad.nonzero()[0]
-    row = int(place[0])
-    group = int(batch.group[row])
-    sample = int((batch.group[:row] == group).sum())
-    number = value[tuple(place)].item()
-    kind = "NaN" if math.isnan(number) else str(number)
-    raise TrainingError(
-        f"{name}: {kind} in sample {sample} of problem {batch.problems[group].id!r}; it must be finite. "
-        "The last checkpoint is intact: look at that response, its reward, and the policy's weights."
-    )

@@ -79,8 +79,10 @@ def show(value: Any) -> str:
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """' Did you mean X?' or nothing."""
-    close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
+    """' Did you mean X?' or nothing. The same letters in another order are nearer than anything else."""
+    known = list(choices)
+    swapped = [choice for choice in known if sorted(choice) == sorted(word)]
+    close = swapped or difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return f" Did you mean {close[0]}?" if close else ""
 
 

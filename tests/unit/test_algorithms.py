@@ -22,7 +22,7 @@ from capo_megatron.algorithms import (
     available,
     build,
 )
-from capo_megatron.algorithms.capo import ReferencePerplexityMask
+from capo_megatron.algorithms.noise_mask import ReferencePerplexityMask
 from capo_megatron.algorithms.equations import capo_advantage, clipped_surrogate, grpo_advantage, kl_penalty
 from capo_megatron.algorithms.surrogate import SurrogateConfig
 from capo_megatron.errors import CapoError, CheckpointError, ConfigError, ShapeError, TrainingError
