@@ -26,7 +26,7 @@ from capo_megatron.model import Model
 from capo_megatron.rewards import build_reward
 from capo_megatron.rollout.collect import share_of
 from capo_megatron.runlog import RunLog, check_writable, make_folder
-from capo_megatron.seams import Solo
+from capo_megatron.seams import Algorithm, Signal, Solo
 from capo_megatron.trainer import Parts, train
 from capo_megatron.types import EvalRecord, Problem
 from capo_megatron.warmup import Say
@@ -51,7 +51,9 @@ def run_training(config: RunConfig, say: Say) -> int:
             if not left:
                 return reached
         weights = model.weights(team, said)
-        policy = model.policy(team, weights, config.train.steps * config.train.minibatches * config.train.epochs)
+        algorithm = build_algorithm(config.algorithm)
+        updates = config.train.steps * config.train.minibatches * config.train.epochs
+        policy = model.policy(team, weights, updates, algorithm.reference_decay is not None)
         said(_describe(config, model, data, team.size))
         with closing(RunLog(output, config.log, dump(config), team, config.train.steps)) as log:
             parts = Parts(
@@ -60,7 +62,7 @@ def run_training(config: RunConfig, say: Say) -> int:
                 reward=reward,
                 prompts=ShuffledSource(data.train, config.seed, config.data.shuffle),
                 validation=data.validation,
-                algorithm=build_algorithm(config.algorithm),
+                algorithm=algorithm,
                 store=store,
                 log=log,
                 team=team,
@@ -104,14 +106,23 @@ def _accept(config: RunConfig, world: int) -> tuple[Model, Data]:
     """The model and problems of a training run. Raises for every mistake that can be found without ranks."""
     config.check(world)
     model = Model.accept(config)
-    build_algorithm(config.algorithm)
-    data = load_data(config.data, model.tokenizer, config.seed)
+    algorithm = build_algorithm(config.algorithm)
+    data = load_data(config.data, model.tokenizer, config.seed, algorithm.instruction)
+    _check_wordings(algorithm, data)
     output = Path(config.output)
     for folder in (output, *([model.base.directory] if model.base else [])):
         check_writable(folder)
     DistCheckpointStore(output, Solo()).check(model.shape)
     model.check_weights()
     return model, data
+
+
+def _check_wordings(algorithm: Algorithm, data: Data) -> None:
+    if Signal.PERTURBED in algorithm.needs and not any(problem.perturbed for problem in data.train):
+        raise ConfigError(
+            f"algorithm.kind={algorithm.name}: it compares several wordings of each problem, and no problem has any. "
+            "Set data.perturbations=[typo, suffix, scenario], or data.perturbed_column to a list of texts."
+        )
 
 
 @contextmanager
@@ -228,7 +239,7 @@ def _save_records(path: Path, records: Sequence[EvalRecord]) -> None:
 
 
 def _asked(config: RunConfig, model: Model, questions: Sequence[str]) -> list[Problem]:
-    template = load_template(config.data.template, config.data.system_prompt, model.tokenizer)
+    template = load_template(config.data.template, config.data.system_prompt, model.tokenizer, _instruction(config))
     prompts = [template(question) for question in questions]
     return [
         Problem(f"prompt-{index}", prompt, tuple(ids), "")
@@ -236,19 +247,27 @@ def _asked(config: RunConfig, model: Model, questions: Sequence[str]) -> list[Pr
     ]
 
 
+def _instruction(config: RunConfig) -> str | None:
+    return build_algorithm(config.algorithm).instruction
+
+
 def _held_out(config: RunConfig, model: Model, count: int | None) -> list[Problem]:
     """Up to `count` problems that no training sees: a task's evaluation problems, or validation problems of files."""
     data = config.data
     if data.task is not None:
-        return make_task(data, model.tokenizer, config.seed).evaluation_problems(count or _TASK_PROBLEMS)
+        task = make_task(data, model.tokenizer, config.seed, _instruction(config))
+        return task.evaluation_problems(count or _TASK_PROBLEMS)
     if data.validation:
-        return load_problems(data.validation, data, model.tokenizer)[0][:count]
-    return load_data(data, model.tokenizer, config.seed).validation[:count] if data.train else []
+        return load_problems(data.validation, data, model.tokenizer, _instruction(config))[0][:count]
+    if not data.train:
+        return []
+    return load_data(data, model.tokenizer, config.seed, _instruction(config)).validation[:count]
 
 
 def _evaluation_problems(config: RunConfig, model: Model, request: EvaluationRequest) -> list[Problem]:
     if request.benchmarks:
-        problems = load_problems(request.benchmarks, config.data, model.tokenizer)[0][: request.problems]
+        found, _ = load_problems(request.benchmarks, config.data, model.tokenizer, _instruction(config))
+        problems = found[: request.problems]
     else:
         problems = _held_out(config, model, request.problems)
     if not problems:

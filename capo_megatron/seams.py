@@ -20,6 +20,7 @@ from capo_megatron.types import (
     Grade,
     PolicyOutputs,
     Problem,
+    Reading,
     RolloutBatch,
     Sample,
     Signals,
@@ -35,6 +36,7 @@ class Signal(Enum):
     REF_LOGPROBS = "ref_logprobs"
     ENTROPY = "entropy"
     TOPK = "topk"
+    PERTURBED = "perturbed"  # log-probs of the responses after each problem's perturbed prompts
 
 
 class Stateful(Protocol):
@@ -70,6 +72,11 @@ class Reduction(Protocol):
         """
 
 
+class ResponseReader(Protocol):
+    def __call__(self, ids: Sequence[int], text: str, decode: Callable[[Sequence[int]], str]) -> Reading:
+        """What a response says beside its answer; `decode` gives the text of token ids. Never raises on bad text."""
+
+
 @dataclass(frozen=True)
 class Algorithm:
     """A policy-optimisation method as data: what to compute on a step's `[N, T]` tensors. Knows nothing of ranks."""
@@ -80,11 +87,15 @@ class Algorithm:
     reduction: Reduction
     masks: tuple[TokenMask, ...] = ()
     needs: frozenset[Signal] = frozenset()  # scored once by frozen weights, before the first update
+    idle: Callable[[RolloutBatch], frozenset[Signal]] = lambda _: frozenset()  # needs that this batch does without
     loss_needs: frozenset[Signal] = frozenset()  # of the current policy, with gradient, inside `loss`
     top_k: int = 0
     keep_group: Callable[[RolloutBatch], bool] | None = None  # sees one group; False: replace it by another problem's
     max_refills: int = 10  # rounds of replacement before the run stops with an error
     reselect: Callable[[RolloutBatch, Signals], Sequence[int] | None] | None = None  # groups to sample again next step
+    instruction: str | None = None  # added to every problem's text, before the template
+    read: ResponseReader | None = None  # its values become named rewards, its segments `RolloutBatch.segment`
+    reference_decay: float | None = None  # after each step: reference = decay * reference + (1 - decay) * policy
     stateful: Mapping[str, Stateful] = field(default_factory=dict)  # parts with memory, by name
     report: Callable[[], dict[str, float]] = dict  # numbers of its own worth logging after a step
 
@@ -131,6 +142,9 @@ class RolloutEngine(Protocol):
     ) -> list[list[float]]:
         """The engine's own log-probs of given (prompt ids, response ids), for the proof after a refit."""
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, without special tokens."""
+
     def load_weights(self, hf: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Refit: take every weight under its Hugging Face name. All or nothing: RolloutError if one is missing."""
 
@@ -165,6 +179,9 @@ class Policy(Protocol):
         self, batch: TrainBatch, loss: PolicyLoss, needs: frozenset[Signal] = frozenset(), top_k: int = 0
     ) -> StepReport:
         """One optimizer step on a mini-batch that every rank holds whole. Collective."""
+
+    def update_reference(self, decay: float) -> None:
+        """Move the reference towards the policy: an exponential moving average, kept in float32 and checkpointed."""
 
     def hf_weights(self, which: Weights = "policy") -> Iterator[tuple[str, Tensor]]:
         """All weights under Hugging Face names, whole, one at a time, on every rank. Collective."""

@@ -17,6 +17,7 @@ from capo_megatron.config import RunConfig
 from capo_megatron.errors import CheckpointError, RolloutError, TrainingError
 from capo_megatron.evaluation.run import evaluate, summarise
 from capo_megatron.rollout.collect import Collected, collect
+from capo_megatron.rollout.perturbed import perturbed_logprobs
 from capo_megatron.rollout.proof import Probe
 from capo_megatron.runlog import RunLog
 from capo_megatron.seams import (
@@ -30,7 +31,7 @@ from capo_megatron.seams import (
     Signal,
     Team,
 )
-from capo_megatron.types import Problem, Signals, StepReport, TrainBatch
+from capo_megatron.types import Problem, RolloutBatch, Signals, StepReport, TrainBatch
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def train(config: RunConfig, parts: Parts) -> int:
             parts.engine.sleep()
             batch = rollout.batch
             with log.phase("score", tokens=int(batch.response_mask.sum())):
-                signals = _score(policy, algorithm, rollout)
+                signals = _score(policy, algorithm, rollout.batch, parts.pad_id)
             advantages, kept = _advantages(algorithm, rollout, signals)
             with log.phase("train", tokens=int(batch.response_mask.sum()) * config.train.epochs):
                 whole = TrainBatch(batch, signals, advantages, torch.zeros_like(advantages))
@@ -76,6 +77,8 @@ def train(config: RunConfig, parts: Parts) -> int:
                     for part in _mini_batches(config, algorithm, whole)
                 ]
             skipped = _count_skipped(reports, skipped, config.train.max_skipped, log)
+            if algorithm.reference_decay is not None:
+                policy.update_reference(algorithm.reference_decay)
             step += 1
             metrics = {**diagnostics.describe(batch, signals, advantages, kept), **_summary(reports), **gap}
             metrics |= rollout.metrics() | algorithm.report()
@@ -115,6 +118,8 @@ def _sample(config: RunConfig, parts: Parts, step: int) -> Collected:
             parts.team,
             parts.pad_id,
             version=parts.policy.version,
+            read=parts.algorithm.read,
+            progress=step / config.train.steps,
         )
         kept.append(found if keep is None else found.select([g for g in range(len(problems)) if keep(found.group(g))]))
         if sum(len(part.batch.problems) for part in kept) == wanted:
@@ -126,12 +131,16 @@ def _sample(config: RunConfig, parts: Parts, step: int) -> Collected:
     )
 
 
-def _score(policy: Policy, algorithm: Algorithm, rollout: Collected) -> Signals:
-    now = policy.score(rollout.batch, algorithm.needs | {Signal.ENTROPY}, "policy", algorithm.top_k)
-    reference = None
-    if Signal.REF_LOGPROBS in algorithm.needs:
-        reference = policy.score(rollout.batch, frozenset(), "reference").logprobs
-    return Signals(now.logprobs, reference, now.entropy, now.topk)
+def _score(policy: Policy, algorithm: Algorithm, batch: RolloutBatch, pad_id: int) -> Signals:
+    """What the algorithm needs to know of the rollouts, by weights that no update has touched yet."""
+    needs = algorithm.needs - algorithm.idle(batch)
+    now = policy.score(batch, needs | {Signal.ENTROPY}, "policy", algorithm.top_k)
+    reference = perturbed = None
+    if Signal.REF_LOGPROBS in needs:
+        reference = policy.score(batch, frozenset(), "reference").logprobs
+    if Signal.PERTURBED in needs:
+        perturbed = perturbed_logprobs(policy, batch, pad_id)
+    return Signals(now.logprobs, reference, now.entropy, now.topk, perturbed)
 
 
 def _advantages(algorithm: Algorithm, rollout: Collected, signals: Signals) -> tuple[torch.Tensor, torch.Tensor]:

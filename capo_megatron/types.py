@@ -70,6 +70,7 @@ class Problem:
     answer: str
     source: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
+    perturbed: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,14 @@ class Sample:
     text: str
     truncated: bool
     version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What an algorithm reads from a response: named numbers, and the segments that begin at some of its tokens."""
+
+    values: Mapping[str, float] = field(default_factory=dict)  # become named rewards
+    starts: Mapping[int, int] = field(default_factory=dict)  # index of a response token -> the Segment from there on
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +163,7 @@ class RolloutBatch(_Rowwise):
     truncated: Tensor  # [N] bool: hit max_tokens
     sampler_logprobs: Tensor  # [N, T] float32, from the engine that sampled
     policy_version: int  # optimizer steps behind the weights that sampled
+    progress: float = 0.0  # share of the run's steps that were done when these were sampled, from 0 to below 1
 
     def __post_init__(self) -> None:
         rows, targets = self.response_mask.shape
@@ -217,6 +227,7 @@ class Signals(_Rowwise):
     ref_logprobs: Tensor | None = None  # [N, T] the reference model
     old_entropy: Tensor | None = None  # [N, T] nats
     old_topk: TopK | None = None
+    perturbed_logprobs: Tensor | None = None  # [N, T, K] after K perturbed prompts; NaN where a problem has fewer
 
 
 @dataclass(frozen=True, slots=True, eq=False)

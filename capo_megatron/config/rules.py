@@ -58,6 +58,10 @@ def _data(config: RunConfig) -> Iterator[str]:
         yield f"data.task_options: got {data.task_options}, but there is no data.task that could use them."
     if data.validation and data.validation_size:
         yield f"data.validation_size={data.validation_size}: data.validation already names files. Keep one of the two."
+    if data.perturbed_column is not None and data.perturbations:
+        yield f"data: both perturbed_column ({data.perturbed_column}) and perturbations are given. Keep one."
+    if data.perturbed_column is not None and data.task is not None:
+        yield f"data.perturbed_column: the task {data.task} has no columns. Use data.perturbations."
     if config.reward.kind not in _REWARDS and ":" not in config.reward.kind:
         yield f"reward.kind: got {config.reward.kind!r}, expected {', '.join(_REWARDS)}, or package.module:function."
     if config.reward.kind == "task" and data.task is None:

@@ -78,6 +78,8 @@ class DataConfig:
     prompt_column: Name = "problem"
     answer_column: Name = "answer"
     id_column: Name | None = None
+    perturbed_column: Name | None = None  # list of other wordings of the problem, for algorithms that need them
+    perturbations: tuple[Literal["typo", "suffix", "scenario"], ...] = ()  # other wordings made here, one per entry
     template: Name = "qwen25-math"  # qwen25-math | chat | plain | a file with a Jinja template
     system_prompt: str | None = None  # default: the template's own
     max_prompt_tokens: Count = 1050  # longer prompts are dropped and counted

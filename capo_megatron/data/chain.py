@@ -128,6 +128,12 @@ class ChainTask:
     def evaluation_problems(self, count: int) -> list[Problem]:
         return self._collect(Split.EVALUATION, count)
 
+    def template(self, question: str) -> str:
+        return question
+
+    def question(self, problem: Problem) -> str:
+        return problem.prompt
+
     def demonstrations(self, count: int, step: int) -> list[Demonstration]:
         """`count` questions with the imperfect teacher's responses; depends on the seed of the run and `step` alone."""
         rng = np.random.default_rng([self._seed, step])

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from capo_megatron.config import DataConfig
+from capo_megatron.data.perturbations import perturb, with_perturbations
 from capo_megatron.data.problems import Row, digest, read_files
 from capo_megatron.data.tasks import make_task
 from capo_megatron.data.templates import load_template
@@ -32,44 +33,51 @@ class Data:
     dropped: Mapping[str, int]
 
 
-def load_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> Data:
+def load_data(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, instruction: str | None = None
+) -> Data:
     """The training and validation problems of a run, from files or a task; the same on every rank.
 
     Problems are the same if their texts are, up to white space and Unicode composition. With `validation` files,
     problems in them are taken out of training; without, `validation_size` problems are split off by a hash of (seed,
-    id). Raises DataError, also if nothing is left to train on.
+    id). `instruction` is added to every problem's text. Training problems get the other wordings that `config` asks
+    for. Raises DataError, also if nothing is left to train on.
     """
     if config.task is not None:
-        return _task_data(config, tokenizer, seed)
+        return _task_data(config, tokenizer, seed, instruction)
     if not config.train:
         raise DataError("data.train: no files. Name problem files, or set data.task.")
     rows, dropped = _clean_rows(config.train, config, "train/")
     validation: list[Problem] = []
     if config.validation:
         held_out, more = _clean_rows(config.validation, config, "validation/")
-        validation, too_long = _problems(held_out, config, tokenizer, "validation/")
+        validation, too_long = _problems(held_out, config, tokenizer, "validation/", instruction)
         known = {_normal(row.problem) for row in held_out}
         before, rows = len(rows), [row for row in rows if _normal(row.problem) not in known]
         dropped += more + too_long + Counter({"train/in_validation": before - len(rows)})
         _require(rows, "data.train: every problem is in the validation files, too.")
-    train, too_long = _problems(rows, config, tokenizer, "train/")
+    train, too_long = _problems(rows, config, tokenizer, "train/", instruction)
     if not config.validation:
         train, validation = _split(train, config.validation_size, seed)
     return Data(train, validation, dict(+(dropped + too_long)))
 
 
 def load_problems(
-    paths: Sequence[str], config: DataConfig, tokenizer: PreTrainedTokenizerBase
+    paths: Sequence[str], config: DataConfig, tokenizer: PreTrainedTokenizerBase, instruction: str | None = None
 ) -> tuple[list[Problem], Mapping[str, int]]:
     """The problems of files, e.g. of a benchmark, and how many were left out and why. Raises DataError."""
     rows, dropped = _clean_rows(tuple(paths), config, "")
-    problems, too_long = _problems(rows, config, tokenizer, "")
+    problems, too_long = _problems(rows, config, tokenizer, "", instruction)
     return problems, dict(+(dropped + too_long))
 
 
-def _task_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> Data:
-    task = make_task(config, tokenizer, seed)
-    train, dropped = _short_enough(task.train_problems(config.task_size), config, "train/")
+def _task_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, instruction: str | None) -> Data:
+    task = make_task(config, tokenizer, seed, instruction)
+    problems = task.train_problems(config.task_size)
+    if config.perturbations:
+        wordings = [perturb(task.question(problem), config.perturbations) for problem in problems]
+        problems = with_perturbations(problems, wordings, task.template, tokenizer, config.max_prompt_tokens)
+    train, dropped = _short_enough(problems, config, "train/")
     validation, more = _short_enough(task.validation_problems(config.validation_size), config, "validation/")
     return Data(train, validation, dict(+(dropped + more)))
 
@@ -89,15 +97,18 @@ def _clean_rows(paths: tuple[str, ...], config: DataConfig, prefix: str) -> tupl
 
 
 def _problems(
-    rows: list[Row], config: DataConfig, tokenizer: PreTrainedTokenizerBase, prefix: str
+    rows: list[Row], config: DataConfig, tokenizer: PreTrainedTokenizerBase, prefix: str, instruction: str | None
 ) -> tuple[list[Problem], Counter[str]]:
-    template = load_template(config.template, config.system_prompt, tokenizer)
+    template = load_template(config.template, config.system_prompt, tokenizer, instruction)
     prompts = [template(row.problem) for row in rows]
     ids = _ids(rows)
     problems = [
         Problem(name, prompt, tuple(prompt_ids), row.answer, row.source)
         for name, prompt, prompt_ids, row in zip(ids, prompts, encode(tokenizer, prompts), rows, strict=True)
     ]
+    if config.perturbations or config.perturbed_column is not None:
+        wordings = [row.perturbed or perturb(row.problem, config.perturbations) for row in rows]
+        problems = with_perturbations(problems, wordings, template, tokenizer, config.max_prompt_tokens)
     return _short_enough(problems, config, prefix)
 
 

@@ -39,7 +39,7 @@ class GymTask:
         self.name = f"reasoning_gym/{name}"
         self._task = name
         self._options = dict(options)
-        self._template = template
+        self.template = template
         self._tokenizer = tokenizer
         self._seed = seed
         self._check_options()
@@ -53,6 +53,9 @@ class GymTask:
 
     def evaluation_problems(self, count: int) -> list[Problem]:
         return self._collect(Split.EVALUATION, count)
+
+    def question(self, problem: Problem) -> str:
+        return str(problem.extra["rg_entry"]["question"])
 
     def demonstrations(self, count: int, step: int) -> list[Demonstration]:
         """Never: entries come with answers, not with worked responses."""
@@ -69,7 +72,7 @@ class GymTask:
             entry = dataset[index]
             answer = "" if entry["answer"] is None else str(entry["answer"])
             extra = {"rg_task": self._task, "rg_config": self._options, "rg_entry": _json_values(entry)}
-            yield Draft(entry["question"], self._template(entry["question"]), answer, extra)
+            yield Draft(entry["question"], self.template(entry["question"]), answer, extra)
 
     def _dataset(self, seed: int, size: int) -> Any:
         import reasoning_gym  # only here: three seconds that other tasks need not pay

@@ -65,6 +65,12 @@ class OneDigitTask:
     def evaluation_problems(self, count: int) -> list[Problem]:
         return self._collect(Split.EVALUATION, count)
 
+    def template(self, question: str) -> str:
+        return question
+
+    def question(self, problem: Problem) -> str:
+        return problem.prompt
+
     def demonstrations(self, count: int, step: int) -> list[Demonstration]:
         """`count` training questions with right answers."""
         rng = np.random.default_rng([self._seed, step])

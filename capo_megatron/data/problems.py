@@ -36,6 +36,7 @@ class Row:
     id: str  # "" where no id column was asked for
     source: str  # the file's name without its suffix
     place: str
+    perturbed: tuple[str, ...] = ()  # other wordings of the problem, where a column for them was asked for
 
 
 def read_files(paths: tuple[str, ...], config: DataConfig) -> tuple[list[Row], Counter[str]]:
@@ -105,7 +106,15 @@ def _row(record: Mapping[str, Any], config: DataConfig, place: str, source: str)
         raise DataError(f"{place}: {config.prompt_column} is empty. Give a problem, or remove the row.")
     text = answer_text(answer, place)
     name = "" if config.id_column is None else _id(_column(record, config.id_column, "id_column", place), place)
-    return Row(problem, text, name, source, place) if text else None
+    other = config.perturbed_column
+    perturbed = () if other is None else _wordings(_column(record, other, "perturbed_column", place), other, place)
+    return Row(problem, text, name, source, place, perturbed) if text else None
+
+
+def _wordings(value: object, column: str, place: str) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(text, str) and text.strip() for text in value):
+        raise DataError(f"{place}: {column} must be a list of texts, got {_short(value)}. Unset data.perturbed_column?")
+    return tuple(value)
 
 
 def _id(value: object, place: str) -> str:
@@ -207,6 +216,8 @@ def _parquet_columns(path: Path, names: list[str], config: DataConfig) -> list[s
     wanted = {"prompt_column": config.prompt_column, "answer_column": config.answer_column}
     if config.id_column is not None:
         wanted["id_column"] = config.id_column
+    if config.perturbed_column is not None:
+        wanted["perturbed_column"] = config.perturbed_column
     columns = []
     for option, column in wanted.items():
         top = column if column in names else column.split(".")[0]

@@ -22,7 +22,7 @@ from capo_megatron.data.gym import GymTask
 from capo_megatron.data.one_digit import OneDigitOptions, OneDigitTask
 from capo_megatron.data.problems import did_you_mean
 from capo_megatron.data.splits import Demonstration, read_options
-from capo_megatron.data.templates import load_template
+from capo_megatron.data.templates import Template, load_template
 from capo_megatron.data.tokenizer import load_tokenizer
 from capo_megatron.errors import DataError
 from capo_megatron.types import Problem
@@ -47,16 +47,28 @@ class Task(Protocol):
     def evaluation_problems(self, count: int) -> list[Problem]:
         """`count` distinct problems, the same for every seed."""
 
+    @property
+    def template(self) -> Template:
+        """From a question to its prompt."""
+
+    def question(self, problem: Problem) -> str:
+        """The text that `template` made the problem's prompt of."""
+
     def demonstrations(self, count: int, step: int) -> list[Demonstration]:
         """`count` fresh examples for step `step` of a supervised warm-up; depends on the seed of the run and `step`."""
 
 
-def make_task(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> Task:
-    """The task that `config.task` names, with `config.task_options`. Raises DataError."""
+def make_task(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, instruction: str | None = None
+) -> Task:
+    """The task that `config.task` names, with `config.task_options`. Raises DataError.
+
+    `instruction` goes into the prompts of reasoning-gym; chain and one_digit have no room for it in theirs.
+    """
     name, options = config.task or "", config.task_options
     _check_name(name)
     if name.startswith(_GYM):
-        template = load_template(config.template, config.system_prompt, tokenizer)
+        template = load_template(config.template, config.system_prompt, tokenizer, instruction)
         return GymTask(name.removeprefix(_GYM), options, template, tokenizer, seed)
     if config.template not in ("plain", DataConfig.template) or config.system_prompt is not None:
         raise DataError(f"data.template: the task {name} writes its own prompts. Use plain, and no system_prompt.")

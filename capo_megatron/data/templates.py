@@ -19,8 +19,10 @@ BOXED_INSTRUCTION = r"Please reason step by step, and put your final answer with
 _NAMES = ["qwen25-math", "chat", "plain"]
 
 
-def load_template(name: str, system_prompt: str | None, tokenizer: PreTrainedTokenizerBase) -> Template:
-    """A function from problem text to prompt text.
+def load_template(
+    name: str, system_prompt: str | None, tokenizer: PreTrainedTokenizerBase, instruction: str | None = None
+) -> Template:
+    """A function from problem text to prompt text. `instruction` is added to the problem's text, in a line of its own.
 
     `qwen25-math` is ChatML with the boxed instruction as system prompt, open for the assistant; `chat` is the
     tokenizer's own chat template; `plain` is the problem as it is; anything else is a file with a Jinja template,
@@ -28,6 +30,11 @@ def load_template(name: str, system_prompt: str | None, tokenizer: PreTrainedTok
     Raises DataError if the template cannot be used with this tokenizer, or would drop the problem or the system
     prompt.
     """
+    template = _template(name, system_prompt, tokenizer)
+    return template if instruction is None else lambda problem: template(f"{problem}\n{instruction}")
+
+
+def _template(name: str, system_prompt: str | None, tokenizer: PreTrainedTokenizerBase) -> Template:
     if name == "plain":
         if system_prompt is not None:
             raise DataError("data.system_prompt: the template plain has no place for it. Use chat or a Jinja file.")

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from capo_megatron.agreement import gather_or_raise
 from capo_megatron.errors import RewardError, RolloutError
-from capo_megatron.seams import RewardFunction, RolloutEngine, SamplingParams, Team
-from capo_megatron.types import Grade, Problem, RolloutBatch, Segment, Verdict
+from capo_megatron.seams import ResponseReader, RewardFunction, RolloutEngine, SamplingParams, Team
+from capo_megatron.types import Grade, Problem, Reading, RolloutBatch, Segment, Verdict
 
 _Ids = Sequence[int] | np.ndarray
 
@@ -28,12 +28,16 @@ class Collected:
     texts: list[str]
     grades: list[Grade]
     sampled: int  # response tokens, with those of rows that were left out since
+    offered: int  # problems sampled, with those that were left out since
+    rounds: int  # of sampling
     seconds: Mapping[str, float]  # of "generate" and "grade", on the rank that took longest
 
     def metrics(self) -> dict[str, float]:
-        """What is worth logging and not in `batch`: shares of the verdicts, and the time of sampling and of grading."""
+        """What is worth logging and not in `batch`: shares of the verdicts and of rejected problems, times."""
         shares = Counter(grade.verdict for grade in self.grades)
         found = {f"verdict/{verdict.value}": shares[verdict] / max(1, len(self.grades)) for verdict in Verdict}
+        found["rollout/rounds"] = float(self.rounds)
+        found["rollout/rejected"] = 1 - len(self.batch.problems) / max(1, self.offered)
         for phase, name in (("generate", "generate"), ("reward", "grade")):
             found[f"seconds/{phase}"] = self.seconds[name]
             found[f"tokens_per_second/{phase}"] = self.sampled / max(self.seconds[name], 1e-9)
@@ -69,6 +73,8 @@ class Collected:
             texts=[text for part in parts for text in part.texts],
             grades=[grade for part in parts for grade in part.grades],
             sampled=sum(part.sampled for part in parts),
+            offered=sum(part.offered for part in parts),
+            rounds=sum(part.rounds for part in parts),
             seconds={name: sum(part.seconds[name] for part in parts) for name in parts[0].seconds},
         )
 
@@ -82,22 +88,26 @@ def collect(
     team: Team,
     pad_id: int,
     version: int | None = None,
+    read: ResponseReader | None = None,
+    progress: float = 0.0,
 ) -> Collected:
     """`samples` graded responses to each problem, the same on every rank. Collective: all ranks pass the same problems.
 
     Each rank samples and grades its engine's share (a contiguous, balanced part of the problems). A problem that occurs
-    several times gets different responses each time.
+    several times gets different responses each time. What `read` finds in a response becomes rewards and segments.
     Raises, on every rank, what one of them raises; RolloutError if the shares leave a problem out, or the engines'
     weights are of different versions or of another than `version`; RewardError if grades cannot be put together.
     """
-    parts = gather_or_raise(team, lambda: _take_share(engine, reward, problems, samples, params, version))
+    parts = gather_or_raise(team, lambda: _take_share(engine, reward, problems, samples, params, version, read))
     _check_versions(parts)
     whole = _in_order(parts)
     return Collected(
-        batch=_batch(problems, samples, whole, pad_id, parts[0].version),
+        batch=_batch(problems, samples, whole, pad_id, parts[0].version, progress),
         texts=[text for part in whole for text in part.texts],
         grades=[grade for part in whole for grade in part.grades],
         sampled=sum(len(part.ids) for part in whole),
+        offered=len(problems),
+        rounds=1,
         seconds={name: max(part.seconds[name] for part in parts) for name in parts[0].seconds},
     )
 
@@ -138,6 +148,7 @@ class _Part:
     truncated: np.ndarray  # [n] bool
     texts: list[str]
     grades: list[Grade]
+    readings: list[Reading]  # empty where nothing is read
     seconds: dict[str, float]
 
 
@@ -148,6 +159,7 @@ def _take_share(
     samples: int,
     params: SamplingParams,
     version: int | None,
+    read: ResponseReader | None,
 ) -> _Part:
     """Sample and grade this rank's share. Raises RolloutError or RewardError where a contract is broken."""
     if version is not None and engine.version != version:
@@ -177,6 +189,7 @@ def _take_share(
         truncated=np.array([sample.truncated for sample in found], dtype=bool),
         texts=texts,
         grades=grades,
+        readings=[read(sample.ids, sample.text, engine.decode) for sample in found] if read else [],
         seconds={"generate": generated - started, "grade": time.perf_counter() - generated},
     )
 
@@ -212,7 +225,7 @@ def _in_order(parts: Sequence[_Part]) -> list[_Part]:
 
 
 def _batch(
-    problems: Sequence[Problem], samples: int, parts: Sequence[_Part], pad_id: int, version: int
+    problems: Sequence[Problem], samples: int, parts: Sequence[_Part], pad_id: int, version: int, progress: float
 ) -> RolloutBatch:
     responses = [ids for part in parts for ids in np.split(part.ids, np.cumsum(part.lengths)[:-1]) if len(part.lengths)]
     asked = [problem for problem in problems for _ in range(samples)]
@@ -221,18 +234,36 @@ def _batch(
     tokens, mask = align(pairs, pad_id)
     logprobs = torch.zeros(mask.shape, dtype=torch.float32)
     logprobs[mask] = torch.from_numpy(np.concatenate([part.logprobs for part in parts]))
+    readings = [reading for part in parts for reading in part.readings]
     return RolloutBatch(
         problems=tuple(problems),
         tokens=tokens,
         response_mask=mask,
-        segment=mask.to(torch.uint8) * Segment.REASONING,
+        segment=_segments(mask, readings),
         group=torch.arange(len(problems)).repeat_interleave(samples),
-        rewards=_rewards(asked, grades),
+        rewards=_rewards(asked, grades) | _read_values(readings),
         gradable=torch.tensor([grade.verdict.gradable for grade in grades], dtype=torch.bool),
         truncated=torch.from_numpy(np.concatenate([part.truncated for part in parts])),
         sampler_logprobs=logprobs,
         policy_version=version,
+        progress=progress,
     )
+
+
+def _segments(mask: Tensor, readings: Sequence[Reading]) -> Tensor:
+    """[N, T] uint8: reasoning, but from where a reading says that another segment starts."""
+    segment = mask.to(torch.uint8) * Segment.REASONING
+    first = mask.int().argmax(dim=1).tolist()
+    for row, reading in enumerate(readings):
+        for start, kind in sorted(reading.starts.items()):
+            segment[row, first[row] + start :] = kind
+    return segment * mask
+
+
+def _read_values(readings: Sequence[Reading]) -> dict[str, Tensor]:
+    """Name -> [N] float32 of what was read from every response."""
+    names = readings[0].values if readings else {}
+    return {name: torch.tensor([float(reading.values[name]) for reading in readings]) for name in names}
 
 
 def _rewards(problems: Sequence[Problem], grades: Sequence[Grade]) -> dict[str, Tensor]:
@@ -289,4 +320,5 @@ def _joined(batches: Sequence[RolloutBatch], pad_id: int) -> RolloutBatch:
         truncated=column("truncated"),
         sampler_logprobs=column("sampler_logprobs"),
         policy_version=batches[0].policy_version,
+        progress=batches[0].progress,
     )

@@ -159,8 +159,11 @@ class TransformersEngine:
         for row, length in enumerate(responses.lengths.tolist()):
             ids, logprobs = (tuple(column[row, :length].tolist()) for column in columns)
             shown = ids[:-1] if ids[-1] in stop_ids else ids
-            text = self._tokenizer.decode(list(shown), skip_special_tokens=True)
-            yield Sample(ids, logprobs, text, truncated[row], self.version)
+            yield Sample(ids, logprobs, self.decode(shown), truncated[row], self.version)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, without special tokens."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
     # --- scoring ------------------------------------------------------------------------------------------------------
 

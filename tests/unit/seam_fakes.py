@@ -78,6 +78,9 @@ class FakePolicy:
             self.weight += 0.1 + float((batch.weights * batch.advantages).sum())
         return StepReport(self.weight, 1.0, 1e-3, skipped, {"ratio_max": self.weight, "clip_share": self.weight})
 
+    def update_reference(self, decay: float) -> None:
+        self._note(f"update reference {decay}")
+
     def hf_weights(self, which: Weights = "policy") -> Iterator[tuple[str, Tensor]]:
         yield "weight", torch.tensor(self.weight, dtype=torch.float64)
 
@@ -102,6 +105,9 @@ class FakeEngine:
         self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float
     ) -> list[list[float]]:
         return [[logprob(self._weight)] * len(response) for _, response in sequences]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
 
     def load_weights(self, hf: Iterable[tuple[str, Tensor]], version: int) -> None:
         self._note("refit")
