@@ -13,10 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.metadata import entry_points
-from typing import Annotated, Any
-
-from pydantic import Field, GetCoreSchemaHandler
-from pydantic_core import CoreSchema
+from typing import TYPE_CHECKING, Annotated, Any
 
 from capo_megatron.algorithms import capo, cde, codapo, dapo, dcpo, dr_grpo, grpo, gspo, scapo, simko
 from capo_megatron.algorithms.capo import CapoConfig
@@ -32,6 +29,10 @@ from capo_megatron.algorithms.simko import SimkoConfig
 from capo_megatron.algorithms.surrogate import SurrogateConfig
 from capo_megatron.errors import ConfigError
 from capo_megatron.seams import Algorithm
+
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler
+    from pydantic_core import CoreSchema
 
 __all__ = [
     "ALGORITHMS",
@@ -91,6 +92,8 @@ class _AnyKind:
     """
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        from pydantic import Field  # not at the top: adapters use the equations where pydantic may be missing or old
+
         configs = [config for config, _ in available().values()]
         union: Any = configs[0]
         for config in configs[1:]:
