@@ -225,8 +225,9 @@ class CapoActing:
         super().__init__(*args, **kwargs)
         self._signs: list[Tensor] = []
         sampling = self.cfg.reinforce.sampling_params
-        for name, only in {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}.items():
-            if sampling[name] != only:
+        unchanged = {"use_greedy": False, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+        for name, only in unchanged.items():
+            if sampling.get(name, only) != only:
                 raise ConfigError(
                     f"model.reinforce.sampling_params.{name}={sampling[name]}: NeMo-Aligner scores the unchanged "
                     f"distribution, so the ratios would be wrong; set it to {only}."

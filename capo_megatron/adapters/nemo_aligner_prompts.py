@@ -78,14 +78,18 @@ class KeepPromptIds:
 class Verifier:
     """Grades responses by a `RewardFunction` in the place of a reward-model client, while generation goes on.
 
-    `problems` is the list that prompt ids index; `tokenizer` is NeMo's. One rank of a model-parallel group grades and
-    tells the others, since a grading that times out on one rank only would make them differ.
+    `problems` is the list that prompt ids index; `tokenizer` is NeMo's. The reward function sees neither the
+    end-of-sequence token nor one of the `end_strings`. One rank of a model-parallel group grades and tells the others,
+    since a grading that times out on one rank only would make them differ.
     """
 
-    def __init__(self, reward: RewardFunction, problems: Sequence[Problem], tokenizer: Any) -> None:
+    def __init__(
+        self, reward: RewardFunction, problems: Sequence[Problem], tokenizer: Any, end_strings: Sequence[str] = ()
+    ) -> None:
         self._reward = reward
         self._problems = problems
         self._tokenizer = tokenizer
+        self._end_strings = tuple(end_strings)
         self._thread = ThreadPoolExecutor(max_workers=1)
 
     def infer_rm(self, rollout_batch: Mapping[str, Tensor]) -> PendingRewards:
@@ -101,9 +105,14 @@ class Verifier:
         texts, problems = [], []
         for tokens, start, end, prompt_id in rows:
             ids = tokens[start:end]
-            texts.append(self._tokenizer.ids_to_text(ids[:-1] if ids[-1:] == [self._tokenizer.eos_id] else ids))
+            text = self._tokenizer.ids_to_text(ids[:-1] if ids[-1:] == [self._tokenizer.eos_id] else ids)
+            texts.append(self._without_end(text))
             problems.append(self._problems[prompt_id])
         return self._thread.submit(self._grade, problems, texts)
+
+    def _without_end(self, text: str) -> str:
+        end = next((end for end in self._end_strings if end and text.endswith(end)), "")
+        return text.removesuffix(end)
 
     def _grade(self, problems: list[Problem], texts: list[str]) -> list[float]:
         grades = self._reward.grade(problems, texts)

@@ -331,7 +331,7 @@ class SameText:
 
 def test_verifier_grades_each_response_against_the_problem_of_its_prompt_id():
     problems = [Problem(str(i), "p", (1, 2), answer) for i, answer in enumerate(["5 6", "7", ""])]
-    verifier = Verifier(SameText(), problems, Tokens())
+    verifier = Verifier(SameText(), problems, Tokens(), end_strings=["", " 9"])
     batch = {
         "response_tokens": torch.tensor([[1, 2, 7, 0, 0], [1, 2, 5, 6, 9], [1, 2, 5, 6, 0], [1, 2, 5, 0, 0]]),
         "prompt_lengths": torch.tensor([2, 2, 2, 2]),
