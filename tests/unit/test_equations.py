@@ -1,4 +1,4 @@
-"""The equations against golden numbers, and their edge cases one by one."""
+"""Advantages, masks and weights from pairs and groups against golden numbers, and their edge cases one by one."""
 
 from __future__ import annotations
 
@@ -14,32 +14,17 @@ from capo_megatron.algorithms.equations import (
     capo_advantage,
     capo_noise_mask,
     clipped_surrogate,
+    codapo_select,
+    codapo_weight,
+    dapo_keep_group,
+    dapo_overlong_penalty,
     grpo_advantage,
-    importance_ratio,
-    kl_penalty,
     reduction_weights,
     sequence_logprob_mean,
 )
-from capo_megatron.errors import ConfigError, ShapeError
 from tests.golden.cases import CASES, assert_golden
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-LOSS_CASES = {
-    "token-mean": ("token-mean", {"dual_clip": 3.0}),
-    "seq-mean-token-mean": ("seq-mean-token-mean", {"dual_clip": 3.0}),
-    "seq-mean-token-sum": ("seq-mean-token-sum", {"dual_clip": 3.0}),
-    "token-mean_no_dual_clip": ("token-mean", {}),
-    "token-mean_clip_higher_0.28": ("token-mean", {"dual_clip": 3.0, "clip_high": 0.28}),
-}
-
-
-def loss_and_gradient(logp: Tensor, old: Tensor, adv: Tensor, mask: Tensor, mode: str, **clip: float) -> tuple:
-    logp = logp.clone().requires_grad_()
-    loss = (reduction_weights(mask, mode) * clipped_surrogate(logp, old, adv, **clip)).sum()
-    loss.backward()
-    return loss, logp.grad
-
-
 # --- golden numbers -------------------------------------------------------------------------------------------------
 
 
@@ -64,35 +49,6 @@ def test_dr_grpo_advantages_agree_with_golden_numbers(dtype: torch.dtype) -> Non
     case = CASES["drgrpo_adv_basic"]
     reward, group = torch.tensor(case["inputs"]["reward"], dtype=dtype), torch.tensor(case["inputs"]["group"])
     assert_golden(grpo_advantage(reward, group, scale_by_std=False), case["expected"]["advantage"], case)
-
-
-@DTYPES
-@pytest.mark.parametrize("name", LOSS_CASES)
-def test_clipped_loss_and_its_gradient_agree_with_golden_numbers(name: str, dtype: torch.dtype) -> None:
-    case = CASES["ppo_clip_loss_aggregations"]
-    mode, clip = LOSS_CASES[name]
-    logp, old, mask = (torch.tensor(case["inputs"][key], dtype=dtype) for key in ("logp", "old_logp", "mask"))
-    adv = torch.tensor(case["inputs"]["advantage_seq"], dtype=dtype).unsqueeze(1) * mask
-    loss, gradient = loss_and_gradient(logp, old, adv, mask, mode, **clip)
-    assert_golden(loss, case["expected"][name]["loss"], case)
-    assert_golden(gradient, case["expected"][name]["dloss_dlogp"], case)
-
-
-def test_on_policy_loss_agrees_with_the_golden_sequence_level_one() -> None:
-    case = CASES["onpolicy_gspo_equals_grpo"]
-    logp, old, mask = (torch.tensor(case["inputs"][key]).double() for key in ("logp", "old_logp", "mask"))
-    adv = torch.tensor(case["inputs"]["advantage_seq"]).double().unsqueeze(1)
-    loss, gradient = loss_and_gradient(logp, old, adv, mask, "seq-mean-token-mean")
-    assert_golden(loss, case["expected"]["loss"], case)
-    assert_golden(gradient, case["expected"]["dloss_dlogp"], case)
-
-
-@DTYPES
-@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
-def test_kl_estimators_agree_with_golden_numbers(kind: str, dtype: torch.dtype) -> None:
-    case = CASES["kl_low_var_k3"]
-    logp, ref = (torch.tensor(case["inputs"][key], dtype=dtype) for key in ("logp", "ref_logp"))
-    assert_golden(kl_penalty(logp, ref, kind), case["expected"][kind], case)
 
 
 @DTYPES
@@ -154,9 +110,33 @@ def test_capo_with_noise_mask_agrees_with_golden_numbers_from_log_probs_to_gradi
     assert_golden(capo_advantage(mean, correct, group, valid=keep), want["advantage_masked_leave_pairs"], case)
     assert_golden(advantage * keep, want["advantage_output_mask_only"], case)
     for mode, numbers in want["loss_output_mask_only"].items():
-        loss, gradient = loss_and_gradient(logp, old, (advantage * keep).unsqueeze(1) * mask, mask, mode)
+        now = logp.clone().requires_grad_()
+        token = clipped_surrogate(now, old, (advantage * keep).unsqueeze(1) * mask)
+        loss = (reduction_weights(mask, mode) * token).sum()
+        loss.backward()
         assert_golden(loss, numbers["loss"], case)
-        assert_golden(gradient, numbers["dloss_dlogp"], case)
+        assert_golden(now.grad, numbers["dloss_dlogp"], case)
+
+
+@DTYPES
+def test_codapo_weights_and_selection_agree_with_golden_numbers(dtype: torch.dtype) -> None:
+    case = CASES["codapo_weights_and_selection"]
+    want = case["expected"]
+    mean, reward = (torch.tensor(case["inputs"][key], dtype=dtype) for key in ("lpm_old", "reward"))
+    group = torch.tensor(case["inputs"]["group"])
+    weight = codapo_weight(mean, reward, group)
+    assert_golden(weight, want["weight"], case)
+    assert_golden(weight * grpo_advantage(reward, group), want["advantage"], case)
+    assert_golden(weight[::4], want["group_weight"], case)
+    assert codapo_select(weight[::4]).tolist() == want["refocused_batch_group_order"]
+
+
+def test_dapo_filter_agrees_with_golden_numbers() -> None:
+    case = CASES["dapo_overlong_and_filter"]
+    verdicts = torch.tensor(case["inputs"]["group_acc"])
+    group = torch.arange(len(verdicts)).repeat_interleave(verdicts.shape[1])
+    keep = dapo_keep_group(verdicts.flatten(), group).view_as(verdicts)
+    assert keep.all(dim=1).tolist() == keep.any(dim=1).tolist() == case["expected"]["keep_group"]
 
 
 # --- CAPO's edges ---------------------------------------------------------------------------------------------------
@@ -251,157 +231,95 @@ def test_groups_of_one_leak_nothing_without_the_raw_option() -> None:
     assert grpo_advantage(torch.tensor([3.0]), torch.tensor([4]), scale_by_std=False, singleton="raw").tolist() == [3.0]
 
 
-# --- losses ---------------------------------------------------------------------------------------------------------
+# --- CAPO's variants ------------------------------------------------------------------------------------------------
 
 
-def gradient_of_token(logp: float, old: float, adv: float, **clip: float) -> tuple[float, float]:
-    value = torch.tensor([[logp]], dtype=torch.float64, requires_grad=True)
-    loss = clipped_surrogate(value, torch.tensor([[old]]).double(), torch.tensor([[adv]]).double(), **clip)
-    loss.sum().backward()
-    return loss.item(), value.grad.item()
+def dense_capo(mean: Tensor, correct: Tensor, floor: float, exponent: float | None, tau: float) -> Tensor:
+    """One group's advantages from the whole matrix of pair weights."""
+    weight = torch.sigmoid((mean.unsqueeze(0) - mean.unsqueeze(1)) / tau).clamp(min=floor)
+    weight = weight * (correct.unsqueeze(1) & ~correct.unsqueeze(0))
+    if exponent is not None:
+        weight = weight * (correct.sum() * (~correct).sum() / weight.sum()) ** exponent
+    return (weight.sum(dim=1) - weight.sum(dim=0)) / tau
 
 
-def test_gradient_is_whole_on_policy_and_on_the_edges_of_the_clip_range() -> None:
-    assert gradient_of_token(-1.0, -1.0, 2.0) == (-2.0, -2.0)
-    for adv, log in ((2.0, math.log(1.5)), (-2.0, math.log(0.5))):
-        ratio = torch.tensor(log, dtype=torch.float64).exp().item()
-        width = abs(ratio - 1)  # exact, so that 1 +- width is the ratio itself
-        loss, gradient = gradient_of_token(log, 0.0, adv, clip_low=width, clip_high=width)
-        assert (loss, gradient) == (-adv * ratio, -adv * ratio)
+@pytest.mark.parametrize("floor", [0.0, 0.3, 0.5, 1.0])
+@pytest.mark.parametrize("exponent", [None, 0.0, 0.5, 1.0, 1.5])
+def test_weight_floor_and_mass_follow_their_formulas_together(floor: float, exponent: float | None) -> None:
+    mean = torch.tensor([-0.2, -1.5, -0.9, -0.3, -2.0, -0.25, -0.8], dtype=torch.float64)
+    correct = torch.tensor([1, 0, 1, 0, 0, 1, 0]).bool()
+    group = torch.tensor([4, 4, 4, 4, 2, 2, 2])
+    option = {"norm": "sum"} if exponent is None else {"norm": "mass", "mass_exponent": exponent}
+    got = capo_advantage(mean, correct, group, tau=0.4, weight_floor=floor, **option)
+    for one in (2, 4):
+        rows = group == one
+        torch.testing.assert_close(got[rows], dense_capo(mean[rows], correct[rows], floor, exponent, 0.4))
+    scaled = capo_advantage(mean, correct, group, tau=0.4, weight_floor=floor, inv_tau=False, **option)
+    torch.testing.assert_close(scaled, got * 0.4)
 
 
-def test_gradient_vanishes_where_the_clipped_branch_is_active_and_beyond_the_log_ratio_clamp() -> None:
-    assert gradient_of_token(-0.5, -1.0, 1.0) == pytest.approx((-1.2, 0.0))
-    assert gradient_of_token(-1.5, -1.0, -1.0) == pytest.approx((0.8, 0.0))
-    loss, gradient = gradient_of_token(0.0, -25.0, -1.0)
-    assert (loss, gradient) == pytest.approx((math.exp(20), 0.0))
-    assert gradient_of_token(0.0, -20.0, -1.0) == pytest.approx((math.exp(20), math.exp(20)))
+@DTYPES
+def test_mass_has_the_limit_of_groups_whose_weights_underflow(dtype: torch.dtype) -> None:
+    mean, correct = torch.tensor([0.0, -60.0, -70.0], dtype=dtype), torch.tensor([1, 0, 0])
+    group = torch.zeros(3, dtype=torch.long)
+    got = capo_advantage(mean, correct, group, tau=0.05, norm="mass", inv_tau=False)
+    assert got.tolist() == pytest.approx([2.0, -2.0, 0.0])  # two pairs' weight, all on the less hopeless one
+    half = capo_advantage(mean, correct, group, tau=0.05, norm="mass", mass_exponent=0.5)
+    assert half.isfinite().all() and half.abs().max() < 1e-30
+    assert capo_advantage(mean, correct, group, tau=0.05, norm="mass", mass_exponent=9.0).isfinite().all()
+    floored = capo_advantage(mean, correct, group, tau=0.05, norm="mass", weight_floor=0.5, inv_tau=False)
+    assert floored.tolist() == pytest.approx([2.0, -1.0, -1.0])
 
 
-def test_dual_clip_bounds_the_loss_of_bad_tokens_only() -> None:
-    assert gradient_of_token(0.0, -2.0, -1.0, dual_clip=3.0) == (3.0, 0.0)
-    assert gradient_of_token(-2.0, 0.0, 1.0, dual_clip=3.0) == gradient_of_token(-2.0, 0.0, 1.0)
-    assert gradient_of_token(0.0, -1.0, -1.0, dual_clip=3.0) == gradient_of_token(0.0, -1.0, -1.0)
+def test_variants_leave_the_linear_surrogate_and_one_class_groups_alone() -> None:
+    mean, correct = torch.tensor([-0.1, -0.5, -0.7, -0.9, -0.2]), torch.tensor([1, 0, 0, 1, 1])
+    group = torch.tensor([0, 0, 0, 1, 1])
+    linear = capo_advantage(mean, correct, group, surrogate="linear", norm="mass", weight_floor=0.7)
+    assert linear.tolist() == [2.0, -1.0, -1.0, 0.0, 0.0]
+    assert capo_advantage(mean, correct, group, norm="mass", weight_floor=0.7)[3:].tolist() == [0.0, 0.0]
 
 
-def test_only_current_log_probs_get_a_gradient() -> None:
-    logp, old, ref, adv = (torch.randn(3, 4, requires_grad=True) for _ in range(4))
-    (clipped_surrogate(logp, old, adv) + kl_penalty(logp, ref)).sum().backward()
-    assert logp.grad is not None
-    assert old.grad is None and ref.grad is None and adv.grad is None
+# --- DAPO and CoDaPO ------------------------------------------------------------------------------------------------
 
 
-def test_kl_k3_is_clamped_and_keeps_small_gaps() -> None:
-    zero = torch.zeros(3)
-    assert kl_penalty(zero, torch.tensor([1e-4, 50.0, -50.0])).tolist() == pytest.approx([5e-9, 10.0, 10.0], rel=1e-2)
+def test_length_penalty_gives_all_correct_groups_a_signal_that_only_the_filter_removes() -> None:
+    correct, group = torch.tensor([1, 1, 1, 0]), torch.tensor([0, 0, 1, 1])
+    penalty = dapo_overlong_penalty(torch.tensor([100, 175, 100, 200]), 200, 50)
+    assert penalty.tolist() == [0.0, -0.5, 0.0, -1.0]
+    advantage = grpo_advantage(2.0 * correct - 1 + penalty, group)
+    assert advantage.tolist() == pytest.approx([2**-0.5, -(2**-0.5)] * 2, rel=1e-5)
+    assert dapo_keep_group(correct, group).tolist() == [False, False, True, True]
 
 
-def test_a_non_finite_log_prob_makes_the_loss_non_finite_instead_of_raising() -> None:
-    loss = clipped_surrogate(torch.tensor([[math.nan]]), torch.zeros(1, 1), torch.ones(1, 1))
-    assert loss.isnan().all()
+def test_dapo_filter_ignores_invalid_rows_and_drops_groups_of_one() -> None:
+    correct, group = torch.tensor([1, 0, 1, 0, 1]), torch.tensor([8, 8, 8, -1, 3])
+    assert dapo_keep_group(correct, group).tolist() == [True, True, True, False, False]
+    valid = torch.tensor([1, 0, 1, 1, 1])
+    assert not dapo_keep_group(correct, group, valid).any()
 
 
-def test_ratio_is_clamped() -> None:
-    ratio = importance_ratio(torch.tensor([0.0, -900.0]), torch.tensor([-900.0, 0.0]))
-    assert ratio.tolist() == pytest.approx([math.exp(20), math.exp(-20)])
+def test_codapo_takes_a_row_without_tokens_out_of_the_confidence_but_not_out_of_the_verdicts() -> None:
+    mean = torch.tensor([-0.5, -1.5, math.nan, math.nan, -0.3], dtype=torch.float64)
+    correct, group = torch.tensor([1, 0, 0, 1, 1]), torch.tensor([0, 0, 0, 1, 2])
+    got = codapo_weight(mean, correct, group, offset=0.2, valid=mean.isfinite())
+    mixed = math.exp(-1.0) * 4 * (1 / 3) * (2 / 3) + 0.2
+    assert got.tolist() == pytest.approx([mixed, mixed, mixed, 0.2, 0.2], rel=1e-12)
 
 
-# --- sequences and reductions ---------------------------------------------------------------------------------------
+def test_codapo_selection_walks_the_selected_groups_until_the_batch_is_full() -> None:
+    equal = torch.full((6,), 0.1)
+    assert codapo_select(equal).tolist() == [0, 0, 0, 0, 1, 1]  # all tie: the rest finds no place
+    spread = torch.tensor([0.1, 0.9, 0.2, 0.8, 0.3, 0.1, 0.2, 0.3], dtype=torch.float64)
+    assert codapo_select(spread).tolist() == [1, 1, 1, 1, 3, 3, 3, 3]
+    assert codapo_select(spread, repeat=3).tolist() == [1, 1, 1, 3, 3, 3, 1, 1]
+    assert codapo_select(spread, percentile=1.0, repeat=1).tolist() == [1] * 8
+    assert codapo_select(spread, percentile=0.0, repeat=1).tolist() == list(range(8))
+    assert codapo_select(torch.zeros(0)).shape == (0,)
 
 
-def test_empty_responses_have_no_mean_and_what_stands_off_the_mask_is_ignored() -> None:
-    logp = torch.tensor([[-1.0, -3.0, math.nan], [-math.inf, math.nan, 7.0]], requires_grad=True)
-    mean, valid = sequence_logprob_mean(logp, torch.tensor([[1, 1, 0], [0, 0, 0]]))
-    assert mean.tolist() == [-2.0, 0.0]
-    assert valid.tolist() == [True, False]
-    mean.sum().backward()
-    assert logp.grad.tolist() == [[0.5, 0.5, 0.0], [0.0, 0.0, 0.0]]
-
-
-def test_reduction_weights_follow_their_formulas_with_an_empty_row() -> None:
-    mask = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]], dtype=torch.float64)
-    rows = {
-        "token-mean": (1 / 6, 1 / 6),
-        "seq-mean-token-mean": (1 / 4, 1 / 8),  # two responses are not empty
-        "seq-mean-token-sum": (1 / 2, 1 / 2),
-        "constant-length": (1 / 30, 1 / 30),  # all three count
-    }
-    for mode, (short, long) in rows.items():
-        weights = reduction_weights(mask, mode, length=10)
-        torch.testing.assert_close(weights, mask * torch.tensor([[short], [0.0], [long]]).double())
-        assert reduction_weights(torch.zeros(3, 4).bool(), mode, length=10).abs().sum() == 0
-
-
-def test_counts_beyond_the_integers_of_float32_are_exact() -> None:
-    mask = torch.ones(1, 1, dtype=torch.bool).expand(4097, 4097)  # 16,785,409 tokens: not a float32
-    assert reduction_weights(mask, "token-mean")[0, 0].item() == pytest.approx(1 / 4097**2, rel=1e-7)
-
-
-# --- what goes in ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_dtypes_are_kept(dtype: torch.dtype) -> None:
-    value, correct, group = torch.tensor([-1.0, -2.0], dtype=dtype), torch.tensor([1, 0]), torch.tensor([3, 3])
-    matrix = value.unsqueeze(0)
-    assert capo_advantage(value, correct, group).dtype == dtype
-    assert capo_advantage(value, correct, group, surrogate="linear", norm="pairs").dtype == dtype
-    assert grpo_advantage(value, group.to(torch.int32)).dtype == dtype
-    assert sequence_logprob_mean(matrix, torch.ones(1, 2).bool())[0].dtype == dtype
-    assert clipped_surrogate(matrix, matrix, matrix, dual_clip=3.0).dtype == dtype
-    assert reduction_weights(torch.ones(1, 2, dtype=dtype), "constant-length", 5).dtype == dtype
-    assert kl_penalty(matrix, matrix).dtype == dtype
-
-
-def test_integer_rewards_and_no_rows_are_fine() -> None:
-    assert grpo_advantage(torch.tensor([1, 0]), torch.tensor([0, 0])).dtype == torch.float32
-    nothing = torch.zeros(0)
-    assert capo_advantage(nothing, nothing.bool(), nothing.long()).shape == (0,)
-    assert grpo_advantage(nothing, nothing.long()).shape == (0,)
-    assert capo_noise_mask(nothing, nothing.bool()).shape == (0,)
-    assert reduction_weights(torch.zeros(0, 3), "token-mean").shape == (0, 3)
-
-
-V2, B2, G2, M2 = torch.tensor([-1.0, -2.0]), torch.tensor([True, False]), torch.tensor([0, 0]), torch.ones(2, 3)
-BAD = torch.tensor([-1.0, math.nan])
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "says"),
-    [
-        (lambda: capo_advantage(V2, B2, G2, tau=0.0), ConfigError, "tau=0.0"),
-        (lambda: capo_advantage(V2, B2, G2, tau=math.nan), ConfigError, "tau=nan"),
-        (lambda: capo_advantage(V2, B2, G2, tau=math.inf), ConfigError, "tau=inf"),
-        (lambda: capo_advantage(V2, B2, G2, norm="mean"), ConfigError, "norm='mean'.*opposite_mean"),
-        (lambda: capo_advantage(V2, B2, G2, surrogate="hinge"), ConfigError, "surrogate='hinge'.*logistic"),
-        (lambda: capo_advantage(V2, B2[:1], G2), ShapeError, r"correct: shape \(1,\), expected \(2,\)"),
-        (lambda: capo_advantage(V2, B2, G2.float()), ShapeError, "group: dtype torch.float32"),
-        (lambda: capo_advantage(V2, B2, G2, valid=M2), ShapeError, "valid: shape"),
-        (lambda: capo_advantage(BAD, B2, G2), ShapeError, "logprob_mean: nan in row 1.*valid=False"),
-        (lambda: capo_advantage(V2, BAD, G2), ShapeError, "correct: nan in row 1"),
-        (lambda: capo_advantage([-1.0], B2, G2), ShapeError, "logprob_mean: got list"),
-        (lambda: capo_noise_mask(V2, B2, ref_high=0.0), ConfigError, "ref_high=0.0"),
-        (lambda: capo_noise_mask(V2, B2, ref_low=-1.0), ConfigError, "ref_low=-1.0"),
-        (lambda: capo_noise_mask(BAD, B2), ShapeError, "ref_logprob_mean: nan in row 1"),
-        (lambda: grpo_advantage(-BAD / 0, G2), ShapeError, "reward: inf in row 0"),
-        (lambda: grpo_advantage(V2, G2, eps=-1.0), ConfigError, "eps=-1.0"),
-        (lambda: grpo_advantage(V2, G2, singleton="one"), ConfigError, "singleton='one'"),
-        (lambda: grpo_advantage(M2, G2), ShapeError, r"reward: shape \(2, 3\)"),
-        (lambda: clipped_surrogate(M2, M2[:, :2], M2), ShapeError, "old_logprobs: shape"),
-        (lambda: clipped_surrogate(M2, M2, V2), ShapeError, "advantages: shape"),
-        (lambda: clipped_surrogate(M2, M2, M2, clip_low=-0.1), ConfigError, "clip_low=-0.1"),
-        (lambda: clipped_surrogate(M2, M2, M2, dual_clip=1.0), ConfigError, "dual_clip=1.0"),
-        (lambda: kl_penalty(M2, M2, "k4"), ConfigError, "kind='k4'"),
-        (lambda: kl_penalty(M2, V2), ShapeError, "ref_logprobs: shape"),
-        (lambda: reduction_weights(M2, "mean"), ConfigError, "mode='mean'.*constant-length"),
-        (lambda: reduction_weights(M2, "constant-length"), ConfigError, "length=None"),
-        (lambda: reduction_weights(M2, "constant-length", 0), ConfigError, "length=0"),
-        (lambda: reduction_weights(M2 / 2, "token-mean"), ShapeError, "mask: holds values other than 0 and 1"),
-        (lambda: reduction_weights(V2, "token-mean"), ShapeError, r"mask: shape \(2,\)"),
-        (lambda: sequence_logprob_mean(M2 / 0, M2.bool()), ShapeError, "logprobs: inf in row 0, column 0"),
-        (lambda: sequence_logprob_mean(M2, M2[:1]), ShapeError, "mask: shape"),
-    ],
-)
-def test_bad_input_is_named(call, error: type[Exception], says: str) -> None:
-    with pytest.raises(error, match=says):
-        call()
+def test_codapo_threshold_is_the_linear_quantile_also_where_the_rank_is_whole() -> None:
+    weight = torch.arange(21, dtype=torch.float64)
+    for percentile in (0.05, 0.35, 0.55, 0.7, 0.75, 0.85):  # 0.55 * 20 is not 11 in binary
+        assert codapo_select(weight, percentile, repeat=1)[0] == round(percentile * 20)
+    between = torch.tensor([0.0, 1.0, 2.0, 3.0])  # quantile(0.5) = 1.5
+    assert codapo_select(between, 0.5, repeat=1).tolist() == [2, 3, 2, 3]

@@ -26,7 +26,8 @@ def simko_selected(entropy: Tensor, mask: Tensor, quantile: float = 0.8) -> Tens
 
     `entropy` [N, T] nats under the current policy, `mask` [N, T] bool or 0/1. The quantile is taken over the tokens on
     the mask and interpolated linearly; strictly above, so that a response of constant entropy has none selected.
-    What stands off the mask is ignored. Raises ShapeError for a non-finite entropy on it.
+    What stands off the mask is ignored. Raises ShapeError for a non-finite entropy on it; a loss that leaves a broken
+    policy to whoever checks the loss hands in `entropy.nan_to_num()`.
     """
     within("quantile", quantile, 0.0, 1.0)
     value = real("entropy", entropy, 2)

@@ -58,9 +58,9 @@ def capo_advantage(
 
     Two variants beyond the paper, with S_ij the logistic weight without 1/tau (the factor is applied to what they
     make of S): `weight_floor` in [0, 1] puts max(S_ij, weight_floor) in the place of S_ij, so that pairs that are well
-    ordered already keep their say. norm="mass" multiplies S_ij by (n_correct n_wrong / sum_ij S_ij)^mass_exponent, the
-    exponent in [0, 1]: at 1 a group's weights sum to those of the linear surrogate, however well it is ordered; at 0
-    it is "sum".
+    ordered already keep their say. norm="mass" multiplies S_ij by (n_correct n_wrong / sum_ij S_ij)^mass_exponent: at 1
+    a group's weights sum to those of the linear surrogate, however well it is ordered; at 0 it is "sum"; above 1 a
+    group weighs the more, the better it is ordered.
     """
     choice("surrogate", surrogate, Surrogate)
     choice("norm", norm, Norm)
@@ -68,7 +68,8 @@ def capo_advantage(
     if math.isinf(tau):
         raise ConfigError("tau=inf: must be finite; surrogate='linear' weighs all pairs alike.")
     within("weight_floor", weight_floor, 0.0, 1.0)
-    within("mass_exponent", mass_exponent, 0.0, 1.0)
+    if not (mass_exponent >= 0 and math.isfinite(mass_exponent)):
+        raise ConfigError(f"mass_exponent={mass_exponent}: must be 0 or larger, and finite.")
     score = real("logprob_mean", logprob_mean, 1)
     right = flags("correct", correct, score)
     member = members(valid, score)
@@ -118,8 +119,9 @@ def _mass_sums(
 
     total = _pair_sums(score, ids, winners, losers, relative)
     mass = torch.zeros_like(peak).index_add(0, ids[winners], total[winners])
-    factor = (peak * (1 - exponent)).exp() * torch.where(pairs > 0, pairs / mass, 1.0).pow(exponent)
-    return total * factor[ids]
+    log_factor = peak * (1 - exponent) + exponent * torch.where(pairs > 0, pairs / mass, 1.0).log()
+    # Above an exponent of 1 it has no bound: finite even so.
+    return total * log_factor.clamp(max=math.log(torch.finfo(score.dtype).max) / 2).exp()[ids]
 
 
 def _pair_sums(

@@ -81,6 +81,7 @@ def cde_shaped_reward(
             raise ConfigError(f"{name}={value}: must be 0 or larger, and finite.")
     earned, score = real("reward", reward, 1), real("logprob_mean", logprob_mean, 1)
     same("logprob_mean", logprob_mean, reward)
+    earned = earned.to(score.dtype) if not reward.is_floating_point() else earned
     member = members(valid, score)
     finite_rows("reward", earned, torch.ones_like(member))
     finite_rows("logprob_mean", score, member, "Rows without a log-prob need valid=False.")
