@@ -55,14 +55,17 @@ class SplitRows:
     data: dict[str, Tensor]
 
     def chunk(self, rank: int, split_size: int, seed: int) -> Any:
-        """The rank-th of `split_size` parts of a seeded permutation of the rows; sizes differ by one at most."""
+        """Every `split_size`-th row of a seeded permutation, from the rank-th on; sizes differ by one at most.
+
+        Dealt in turns, the rows that make an optimizer step are the same for any number of ranks.
+        """
         sizes = {key: len(value) for key, value in self.data.items()}
         if len(set(sizes.values())) != 1:
             raise ShapeError(f"rollout batch: rows per key {sizes}; all must have the same number.")
         if not 0 <= rank < split_size:
             raise ShapeError(f"rollout batch: rank {rank} of {split_size}; ranks count from 0.")
         order = torch.randperm(next(iter(sizes.values())), generator=torch.Generator().manual_seed(seed))
-        rows = order.tensor_split(split_size)[rank]
+        rows = order[rank::split_size]
         part = type(self)()
         part.data.update({key: value[rows.to(value.device)] for key, value in self.data.items()})
         return part
