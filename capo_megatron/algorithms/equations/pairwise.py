@@ -62,14 +62,7 @@ def capo_advantage(
     a group's weights sum to those of the linear surrogate, however well it is ordered; at 0 it is "sum"; above 1 a
     group weighs the more, the better it is ordered.
     """
-    choice("surrogate", surrogate, Surrogate)
-    choice("norm", norm, Norm)
-    positive("tau", tau)
-    if math.isinf(tau):
-        raise ConfigError("tau=inf: must be finite; surrogate='linear' weighs all pairs alike.")
-    within("weight_floor", weight_floor, 0.0, 1.0)
-    if not (mass_exponent >= 0 and math.isfinite(mass_exponent)):
-        raise ConfigError(f"mass_exponent={mass_exponent}: must be 0 or larger, and finite.")
+    _check_options(tau, surrogate, norm, weight_floor, mass_exponent)
     score = real("logprob_mean", logprob_mean, 1)
     right = flags("correct", correct, score)
     member = members(valid, score)
@@ -96,6 +89,17 @@ def capo_advantage(
         "pairs": n_right * n_wrong,
     }[norm]
     return (total / divisor.clamp(min=1)).to(float_dtype(logprob_mean))
+
+
+def _check_options(tau: float, surrogate: Surrogate, norm: Norm, weight_floor: float, mass_exponent: float) -> None:
+    choice("surrogate", surrogate, Surrogate)
+    choice("norm", norm, Norm)
+    positive("tau", tau)
+    if math.isinf(tau):
+        raise ConfigError("tau=inf: must be finite; surrogate='linear' weighs all pairs alike.")
+    within("weight_floor", weight_floor, 0.0, 1.0)
+    if not (mass_exponent >= 0 and math.isfinite(mass_exponent)):
+        raise ConfigError(f"mass_exponent={mass_exponent}: must be 0 or larger, and finite.")
 
 
 def _mass_sums(
