@@ -26,7 +26,7 @@ test-latest: $(LATEST)/.installed
 
 # The adapters against the real TRL, and the real source of verl.
 test-trl: $(TRL)/.installed
-	$(TRL)/bin/python -m pytest tests/unit/test_adapters*.py
+	$(TRL)/bin/python -m pytest tests/unit/test_adapters_trl.py tests/unit/test_adapters_verl.py
 
 # The NeMo-Aligner adapter against the real 0.7.0: a minute, after an installation of five (2.5 GB, Python 3.11).
 test-nemo-aligner: $(NEMO)/.installed
