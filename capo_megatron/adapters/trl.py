@@ -89,6 +89,14 @@ class CapoTrainer(GRPOTrainer):
     ConfigError if the arguments do not fit, or another version of TRL is installed.
     """
 
+    _tag_names = ("trl", "capo")  # these three are for TRL's model card
+    _name = "CAPO"
+    _paper = {  # noqa: RUF012 -- as in TRL's classes
+        "title": "Calibration-Aware Policy Optimization",
+        "id": "2604.12632",
+        "citation": "@misc{capo, title = {Calibration-Aware Policy Optimization}, eprint = {arXiv:2604.12632}}",
+    }
+
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: CapoTrainerConfig | None = None, *rest: Any, **named: Any
     ) -> None:

@@ -144,6 +144,27 @@ def test_without_the_mask_there_is_no_reference_model(base, tmp_path):
     assert [row["capo/kept"] for row in run.state.log_history if "loss" in row] == [1.0]
 
 
+def test_evaluation_compares_whole_groups_too(base, tmp_path):
+    run = trainer(base, config(tmp_path, per_device_eval_batch_size=6, num_generations_eval=3))
+    metrics = run.evaluate(Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS[:4]]))
+    assert 0 <= metrics["eval_capo/kept"] <= 1
+    assert [len(output["advantages"]) for output, _, _ in run.seen] == [6, 6]
+    for output, rewards, weights in run.seen:
+        plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+        plain.load_state_dict(weights)
+        mean, correct = logprob_mean(plain, output, 0.8), rewards[:, 0] > 0.5
+        expected = capo_advantage(mean, correct, torch.arange(6) // 3) * capo_noise_mask(mean, correct, 12.0, 11.0)
+        torch.testing.assert_close(output["advantages"], expected, rtol=0, atol=1e-6)
+
+
+def test_the_model_card_names_capo(base, tmp_path):
+    run = trainer(base, config(tmp_path))
+    run.create_model_card()
+    card = (tmp_path / "README.md").read_text()
+    assert "2604.12632" in card
+    assert "2402.03300" not in card
+
+
 def test_of_several_rewards_one_must_say_who_is_correct(base, tmp_path):
     rewards = [is_short, has_even_digit]
     with pytest.raises(ConfigError, match=r"capo_correct_reward=None.*is_short, has_even_digit"):
