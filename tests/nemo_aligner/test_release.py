@@ -239,6 +239,11 @@ def test_an_optimizer_step_in_micro_batches_is_the_step_on_the_whole_batch(tmp_p
     mask = create_mask(logprobs.detach(), rows["prompt_lengths"], rows["response_lengths"]).bool()
     mean = ((logprobs * mask).sum(1) / mask.sum(1)).detach()
     valid = rows["gradable"].bool()
+    ends = zip(tokens.tolist(), rows["prompt_lengths"].tolist(), rows["response_lengths"].tolist(), strict=True)
+    texts = [" ".join(str(token) for token in row[start:end] if token != on_cpu.EOS) for row, start, end in ends]
+    grades = on_cpu.EvenFirst().grade([None] * 16, texts)
+    assert rows["rewards"].tolist() == [grade.reward for grade in grades]  # each reward has met its own response
+    assert valid.tolist() == [grade.verdict.gradable for grade in grades]
     assert 0 < valid.sum() < 16 and 0 < rows["is_end"].sum() < 16  # some cannot be judged, some were cut off
     advantage = capo_advantage(mean, rows["rewards"] > 0.5, rows["prompt_ids"], valid=valid)
     token = clipped_surrogate(logprobs, logprobs.detach(), advantage.unsqueeze(1))
