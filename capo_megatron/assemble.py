@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from capo_megatron.agreement import gather_or_raise, on_first_rank
 from capo_megatron.algorithms import build as build_algorithm
@@ -26,7 +27,7 @@ from capo_megatron.model import Model
 from capo_megatron.rewards import build_reward
 from capo_megatron.rollout.collect import share_of
 from capo_megatron.runlog import RunLog, check_writable, make_folder
-from capo_megatron.seams import Algorithm, Signal, Solo
+from capo_megatron.seams import Algorithm, RewardFunction, Signal, Solo
 from capo_megatron.trainer import Parts, train
 from capo_megatron.types import EvalRecord, Problem
 from capo_megatron.warmup import Say
@@ -34,46 +35,59 @@ from capo_megatron.warmup import Say
 _TASK_PROBLEMS = 512  # that a task is evaluated on, unless a request says otherwise
 
 
+class Accepted(NamedTuple):
+    """A training run whose config has been found good, and of which nothing has been written yet."""
+
+    model: Model
+    data: Data
+    algorithm: Algorithm
+
+
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
 def run_training(config: RunConfig, say: Say) -> int:
     """Train as configured, on the ranks that were started; the step reached. `say` shows a line to the user."""
-    model, data = _accept(config, runtime.world_size())
-    output = Path(config.output)
+    accepted = accept(config, runtime.world_size())
     with closing(build_reward(config.reward)) as reward, ranks(config) as team:
-        said = _by_first_rank(say, team)
-        store = DistCheckpointStore(output, team, config.checkpoint.keep)
-        if (reached := store.latest()) is not None:
-            left = max(0, config.train.steps - reached)
-            rest = "1 step is" if left == 1 else f"{left or 'no'} steps are"
-            said(f"{output}: step {reached} of {config.train.steps} is saved; {rest} left")
-            if not left:
-                return reached
-        weights = model.weights(team, said)
-        algorithm = build_algorithm(config.algorithm)
-        updates = config.train.steps * config.train.minibatches * config.train.epochs
-        policy = model.policy(team, weights, updates, algorithm.reference_decay is not None)
-        said(_describe(config, model, data, team.size))
-        with closing(RunLog(output, config.log, dump(config), team, config.train.steps)) as log:
-            parts = Parts(
-                policy=policy,
-                engine=model.engine(team),
-                reward=reward,
-                prompts=ShuffledSource(data.train, config.seed, config.data.shuffle),
-                validation=data.validation,
-                algorithm=algorithm,
-                store=store,
-                log=log,
-                team=team,
-                sampling=model.sampling,
-                pad_id=model.pad_id,
-            )
-            reached = train(config, parts)
-        if reached < config.train.steps:
-            said(f"stopped at step {reached}/{config.train.steps}; the same command continues")
+        reached = train_on(team, config, accepted, reward, say)
         team.barrier()  # the launcher ends the ranks that are left when one ends
         return reached
+
+
+def train_on(team: Runtime, config: RunConfig, accepted: Accepted, reward: RewardFunction, say: Say) -> int:
+    """Train what was accepted on ranks that stand ready; the step reached."""
+    model, data, algorithm = accepted
+    output, said = Path(config.output), _by_first_rank(say, team)
+    store = DistCheckpointStore(output, team, config.checkpoint.keep)
+    if (reached := store.latest()) is not None:
+        left = max(0, config.train.steps - reached)
+        rest = "1 step is" if left == 1 else f"{left or 'no'} steps are"
+        said(f"{output}: step {reached} of {config.train.steps} is saved; {rest} left")
+        if not left:
+            return reached
+    weights = model.weights(team, said)
+    updates = config.train.steps * config.train.minibatches * config.train.epochs
+    policy = model.policy(team, weights, updates, algorithm.reference_decay is not None)
+    said(_describe(config, model, data, team.size))
+    with closing(RunLog(output, config.log, dump(config), team, config.train.steps)) as log:
+        parts = Parts(
+            policy=policy,
+            engine=model.engine(team),
+            reward=reward,
+            prompts=ShuffledSource(data.train, config.seed, config.data.shuffle),
+            validation=data.validation,
+            algorithm=algorithm,
+            store=store,
+            log=log,
+            team=team,
+            sampling=model.sampling,
+            pad_id=model.pad_id,
+        )
+        reached = train(config, parts)
+    if reached < config.train.steps:
+        said(f"stopped at step {reached}/{config.train.steps}; the same command continues")
+    return reached
 
 
 def describe(config: RunConfig, world: int) -> list[str]:
@@ -81,7 +95,7 @@ def describe(config: RunConfig, world: int) -> list[str]:
 
     Raises what `run_training` would raise before it starts.
     """
-    model, data = _accept(config, world)
+    model, data, _ = accept(config, world)
     if ":" in config.reward.kind:  # a user's function, which only a grading process imports
         build_reward(config.reward).close()
     layout = runtime.Layout.of(config.parallel, world)
@@ -102,8 +116,8 @@ def describe(config: RunConfig, world: int) -> list[str]:
     ]
 
 
-def _accept(config: RunConfig, world: int) -> tuple[Model, Data]:
-    """The model and problems of a training run. Raises for every mistake that can be found without ranks."""
+def accept(config: RunConfig, world: int) -> Accepted:
+    """What a training run needs before there are ranks. Raises for every mistake that can be found without them."""
     config.check(world)
     model = Model.accept(config)
     algorithm = build_algorithm(config.algorithm)
@@ -114,7 +128,7 @@ def _accept(config: RunConfig, world: int) -> tuple[Model, Data]:
         check_writable(folder)
     DistCheckpointStore(output, Solo()).check(model.shape)
     model.check_weights()
-    return model, data
+    return Accepted(model, data, algorithm)
 
 
 def _check_wordings(algorithm: Algorithm, data: Data) -> None:

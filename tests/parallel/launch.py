@@ -30,6 +30,7 @@ PRELOAD = (
     "megatron.core.pipeline_parallel",
     "megatron.core.dist_checkpointing",
     "megatron.core.models.gpt",
+    "capo_megatron.assemble",
 )
 
 
