@@ -1,4 +1,4 @@
-"""The golden cases by id, and what it takes to agree with one."""
+"""The golden cases by id, one file per algorithm or metric, and what it takes to agree with one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-CASES = {case["id"]: case for case in json.loads((Path(__file__).parent / "cases.json").read_text())["cases"]}
+FILES = sorted(Path(__file__).parent.glob("*.json"))
+CASES = {case["id"]: case for file in FILES for case in json.loads(file.read_text())["cases"]}
 
 # Values are rounded to six digits. The file's own tolerances fit float64; float32 arithmetic adds its own error.
 FLOAT32_RTOL = 1e-4
