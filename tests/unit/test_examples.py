@@ -1,0 +1,34 @@
+"""The example configs are valid, and there is one per algorithm."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from capo_megatron.algorithms import ALGORITHMS, build
+from capo_megatron.config import load
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+COMPARED = sorted((EXAMPLES / "algorithms").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", [*COMPARED, *EXAMPLES.glob("*.yaml")], ids=lambda path: path.name)
+def test_an_example_is_a_valid_config(path: Path) -> None:
+    config = load(path)
+    config.check(8 if path in COMPARED else 2)
+    build(config.algorithm)
+
+
+def test_every_algorithm_has_an_example_of_its_name() -> None:
+    assert {path.stem for path in COMPARED} == set(ALGORITHMS)
+    assert all(load(path).algorithm.kind == path.stem for path in COMPARED)
+
+
+def test_examples_of_algorithms_differ_in_the_algorithm_and_what_it_needs_alone() -> None:
+    plain = load(EXAMPLES / "algorithms" / "grpo.yaml")
+    for path in COMPARED:
+        config = load(path)
+        data = replace(config.data, perturbations=())
+        assert replace(config, output=plain.output, algorithm=plain.algorithm, data=data) == plain, path.name
