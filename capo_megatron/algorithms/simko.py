@@ -75,7 +75,8 @@ class SpreadLoss:
 
     def __call__(self, now: PolicyOutputs, mb: TrainBatch) -> TokenLoss:
         rollouts, topk = mb.rollouts, now.topk
-        entropy = present(now.entropy, "PolicyOutputs.entropy").detach()
+        # A broken policy's loss is not finite, and its step is skipped: no reason to end the run here.
+        entropy = present(now.entropy, "PolicyOutputs.entropy").detach().nan_to_num()
         assert topk is not None, "the algorithm declared that it needs the top K"
         selected = simko_selected(entropy, rollouts.response_mask, self.quantile)
         punished = selected & self._confident_mistakes(mb, topk.ids)

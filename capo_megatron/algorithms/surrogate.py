@@ -16,6 +16,7 @@ from torch import Tensor
 
 from capo_megatron.algorithms.counted import Truncated, counted_rows, present
 from capo_megatron.algorithms.equations import (
+    SEQUENCE_LOG_RATIO_LIMIT,
     KlKind,
     ReductionMode,
     clipped_surrogate,
@@ -162,8 +163,9 @@ class ClippedLoss:
         old, advantages = mb.signals.old_logprobs, mb.advantages
         ratio = importance_ratio(now.logprobs, old)
         if self.sequence:
-            mean, _ = sequence_logprob_mean(now.logprobs - old, mb.rollouts.response_mask)
-            ratio = importance_ratio(mean, torch.zeros_like(mean)).unsqueeze(1).expand_as(old)
+            # A broken policy's loss is not finite, and its step is skipped: no reason to end the run here.
+            mean, _ = sequence_logprob_mean((now.logprobs - old).nan_to_num(), mb.rollouts.response_mask)
+            ratio = mean.clamp(max=SEQUENCE_LOG_RATIO_LIMIT).exp().unsqueeze(1).expand_as(old)
         high, low = ratio > 1 + self.clip_high, ratio < 1 - self.clip_low
         clipped = torch.where(advantages > 0, high, low & (advantages < 0))
         metrics = {
