@@ -71,6 +71,7 @@ class GroupAdvantage:
 
     def rows(self, batch: RolloutBatch, signals: Signals) -> Tensor:
         """[N] the advantage of each row."""
+        check_finite(batch, "old_logprobs", signals.old_logprobs, batch.response_mask)
         reward = self.reward(batch, signals)
         counted = counted_rows(batch, self.truncated)
         check_finite(batch, "reward", reward, counted)

@@ -74,11 +74,13 @@ class CreditedAdvantage:
         return self.config.credit if batch.policy_version < self.config.credit_steps else 0.0
 
     def _credit(self, batch: RolloutBatch, signals: Signals) -> Tensor:
-        check_finite(batch, "old_logprobs", signals.old_logprobs, batch.response_mask)
         perturbed = present(signals.perturbed_logprobs, "Signals.perturbed_logprobs").permute(2, 0, 1)
         mask = batch.response_mask & counted_rows(batch, self.config.truncated).unsqueeze(1)
-        available = ~perturbed.isnan().any(dim=2)
+        # A wording that a problem lacks is NaN on all tokens. NaN on some is a fault, and infinity always.
+        available = ~(perturbed.isnan() | ~batch.response_mask).all(dim=2)
         known = torch.where(available.unsqueeze(2), perturbed, 0.0)
+        for k, logprobs in enumerate(known):
+            check_finite(batch, f"perturbed_logprobs[{k}]", logprobs, mask)
         credit = scapo_credit(signals.old_logprobs, known, mask, batch.group, available=available)
         drift = (signals.old_logprobs - known).abs()[available.unsqueeze(2) & mask]
         self._last["scapo/credit"] = float(credit[mask].mean()) if mask.any() else 0.0

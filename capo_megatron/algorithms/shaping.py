@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from capo_megatron.algorithms.counted import Truncated, check_finite, counted_rows, present
-from capo_megatron.algorithms.equations import KlKind, kl_penalty
+from capo_megatron.algorithms.equations import KlKind, grpo_advantage, kl_penalty
 from capo_megatron.algorithms.surrogate import SurrogateConfig
 from capo_megatron.errors import ConfigError
 from capo_megatron.seams import AdvantageEstimator
@@ -56,6 +56,9 @@ class ReferencePenalty:
 
     def __call__(self, batch: RolloutBatch, signals: Signals) -> Tensor:
         reference = present(signals.ref_logprobs, "Signals.ref_logprobs")
+        # k3 is bounded: it would make a number of infinity.
+        check_finite(batch, "old_logprobs", signals.old_logprobs, batch.response_mask)
+        check_finite(batch, "ref_logprobs", reference, batch.response_mask)
         penalty = kl_penalty(signals.old_logprobs, reference, self.kind)
         return self.beta * (penalty * batch.response_mask).sum(dim=1)
 
@@ -90,10 +93,8 @@ class CentredPenalty:
     def __call__(self, batch: RolloutBatch, signals: Signals) -> Tensor:
         penalty = self.penalty(batch, signals)
         counted = counted_rows(batch, self.truncated)
-        check_finite(batch, "KL to the reference", penalty, counted)
-        size = torch.bincount(batch.group[counted], minlength=len(batch.problems)).clamp(min=1)
-        total = penalty.new_zeros(len(size)).index_add(0, batch.group[counted], penalty[counted])
-        distance = torch.where(counted, penalty - (total / size)[batch.group], 0.0)
+        distance = torch.zeros_like(penalty)
+        distance[counted] = grpo_advantage(penalty[counted], batch.group[counted], scale_by_std=False)
         return self.estimator(batch, signals) - distance.unsqueeze(1) * batch.response_mask
 
 
