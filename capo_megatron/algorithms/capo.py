@@ -82,9 +82,15 @@ def build(config: CapoConfig) -> Algorithm:
         require(option, tau, 0 < tau < math.inf, "must be larger than 0 and finite")
     needed = config.tau_schedule == "constant" or config.tau_end is not None
     require("tau_end", config.tau_end, needed, f"tau_schedule={config.tau_schedule} needs to know where it leads")
+    used = config.tau_schedule != "constant" or config.tau_end is None
+    require("tau_end", config.tau_end, used, "not used by tau_schedule=constant; remove it or choose a schedule")
     require("tau_until", config.tau_until, 0 < config.tau_until <= 1, "must be above 0 and at most 1")
     require("weight_floor", config.weight_floor, 0 <= config.weight_floor <= 1, "must be from 0 to 1")
     require("mass_exponent", config.mass_exponent, 0 <= config.mass_exponent < math.inf, "must be 0 or larger")
+    used = config.surrogate == "logistic" or config.weight_floor == 0
+    require("weight_floor", config.weight_floor, used, f"not used by surrogate={config.surrogate}; remove it")
+    used = config.norm == "mass" or config.mass_exponent == 1
+    require("mass_exponent", config.mass_exponent, used, f"not used by norm={config.norm}; remove it or choose mass")
     mask = noise_mask(config)
     estimator = PairwiseAdvantage(config, mask if config.mask_scope == "pairs" else None)
     whole = with_centred_penalty(config, estimator)
