@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from capo_megatron.errors import CheckpointError
 from capo_megatron.types import (
     Grade,
     PolicyOutputs,
@@ -103,6 +104,11 @@ class Algorithm:
         return {name: part.state_dict() for name, part in self.stateful.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if missing := sorted(self.stateful.keys() - state.keys()):
+            raise CheckpointError(
+                f"algorithm state: the checkpoint has none for {missing}, it has {sorted(state)}: other options of "
+                f"{self.name} trained it. Choose another output, or those options."
+            )
         for name, part in self.stateful.items():
             part.load_state_dict(state[name])
 
