@@ -15,7 +15,7 @@ from torch import Tensor
 from capo_megatron.agreement import gather_or_raise
 from capo_megatron.errors import RewardError, RolloutError
 from capo_megatron.seams import ResponseReader, RewardFunction, RolloutEngine, SamplingParams, Team
-from capo_megatron.types import Grade, Problem, Reading, RolloutBatch, Segment, Verdict
+from capo_megatron.types import Grade, Problem, Reading, RolloutBatch, Sample, Segment, Verdict
 
 _Ids = Sequence[int] | np.ndarray
 
@@ -33,7 +33,11 @@ class Collected:
     seconds: Mapping[str, float]  # of "generate" and "grade", on the rank that took longest
 
     def metrics(self) -> dict[str, float]:
-        """What is worth logging and not in `batch`: shares of the verdicts and of rejected problems, times."""
+        """What is worth logging and not in `batch`.
+
+        Shares of the verdicts among the rows kept; rounds of sampling and the share of problems rejected in them;
+        seconds and tokens/s of generating and grading, rejected rows included.
+        """
         shares = Counter(grade.verdict for grade in self.grades)
         found = {f"verdict/{verdict.value}": shares[verdict] / max(1, len(self.grades)) for verdict in Verdict}
         found["rollout/rounds"] = float(self.rounds)
@@ -176,6 +180,7 @@ def _take_share(
     asked = [problems[index] for index in mine for _ in range(samples)]
     if len(found) != len(asked):
         raise RolloutError(f"rollout engine: {len(found)} responses to {len(mine)} problems x {samples} samples.")
+    _check_samples(asked, found)
     texts = [sample.text for sample in found]
     grades = list(reward.grade(asked, texts))
     if len(grades) != len(asked):
@@ -192,6 +197,15 @@ def _take_share(
         readings=[read(sample.ids, sample.text, engine.decode) for sample in found] if read else [],
         seconds={"generate": generated - started, "grade": time.perf_counter() - generated},
     )
+
+
+def _check_samples(problems: Sequence[Problem], samples: Sequence[Sample]) -> None:
+    for problem, sample in zip(problems, samples, strict=True):
+        if len(sample.logprobs) != len(sample.ids) or not all(map(math.isfinite, sample.logprobs)):
+            raise RolloutError(
+                f"rollout engine: problem {problem.id!r}: {len(sample.logprobs)} log-probs for {len(sample.ids)} "
+                "tokens, or one of them is not finite. Each token needs the log-prob with which it was sampled."
+            )
 
 
 def _distinct(problems: Sequence[Problem]) -> list[Problem]:
