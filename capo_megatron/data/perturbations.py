@@ -3,15 +3,18 @@
 They come from a column of the problem files (`data.perturbed_column`: a list of texts, written beforehand by a person
 or a model), or are made here (`data.perturbations`), from the problem's text alone and thus the same in every run:
 
-    typo      two neighbouring letters swapped (other symbols where there are no two letters); digits stay in order
+    typo      two neighbouring letters of a word swapped. In a text without words, such as 3+8*7=, two symbols of which
+              one is no digit: digits stay in order, but what is asked can no longer be told for certain
     suffix    a sentence that has nothing to do with the problem, added behind it
     scenario  the problem told as part of a little story
 
-A kind may be named several times; each time it comes out differently.
+A kind may be named several times, and comes out differently each time: typos as long as a text has places for them,
+the others four times.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -24,6 +27,8 @@ from capo_megatron.data.tokenizer import encode
 from capo_megatron.errors import DataError
 from capo_megatron.types import Problem
 
+_COMMAND = re.compile(r"\\(?:[A-Za-z]+|.)", re.DOTALL)
+_WORD = re.compile(r"(?<![^\W\d_])[^\W\d_]{4,}")
 _SUFFIXES = (
     "The lamp on the desk is green.",
     "It rained a little in the afternoon.",
@@ -38,34 +43,44 @@ _SCENARIOS = (
 )
 
 
-def typo(text: str, seed: str) -> str:
-    """`text` with two different neighbours swapped: letters if possible, never two digits. Unchanged without a pair."""
+def typo(text: str, draw: int) -> str:
+    """`text` with two different neighbours swapped; unchanged where there are none that may be.
+
+    They are letters inside a word of four or more (not of a LaTeX command), where a reader sees what was meant. Without
+    such a word: any two letters; without those: any two symbols of which one is no digit.
+    """
     pairs = [place for place, (a, b) in enumerate(pairwise(text)) if a != b and not (a.isspace() or b.isspace())]
-    letters = [place for place in pairs if text[place].isalpha() and text[place + 1].isalpha()]
-    others = [place for place in pairs if not (text[place].isdigit() and text[place + 1].isdigit())]
-    choices = letters or others
+    in_words = {place for word in _WORD.finditer(text) for place in range(word.start(), word.end() - 1)}
+    commands = {place for name in _COMMAND.finditer(text) for place in range(name.start(), name.end() - 1)}
+    letters = [place for place in pairs if text[place : place + 2].isalpha() and place not in commands]
+    others = [place for place in pairs if not text[place : place + 2].isdigit() and place not in commands]
+    choices = [place for place in letters if place in in_words] or letters or others
     if not choices:
         return text
-    place = choices[_draw(seed, len(choices))]
+    place = choices[draw % len(choices)]
     return text[:place] + text[place + 1] + text[place] + text[place + 2 :]
 
 
-def suffix(text: str, seed: str) -> str:
+def suffix(text: str, draw: int) -> str:
     """`text` and a sentence that does not matter."""
-    return f"{text}\n{_SUFFIXES[_draw(seed, len(_SUFFIXES))]}"
+    return f"{text}\n{_SUFFIXES[draw % len(_SUFFIXES)]}"
 
 
-def scenario(text: str, seed: str) -> str:
+def scenario(text: str, draw: int) -> str:
     """`text` inside a little story."""
-    return _SCENARIOS[_draw(seed, len(_SCENARIOS))].replace("{problem}", text)
+    return _SCENARIOS[draw % len(_SCENARIOS)].replace("{problem}", text)
 
 
-KINDS: dict[str, Callable[[str, str], str]] = {"typo": typo, "suffix": suffix, "scenario": scenario}
+KINDS: dict[str, Callable[[str, int], str]] = {"typo": typo, "suffix": suffix, "scenario": scenario}
 
 
 def perturb(text: str, kinds: Sequence[str]) -> list[str]:
     """One other wording of `text` for each of `kinds`."""
-    return [KINDS[kind](text, digest("perturbation", number, kind, text)) for number, kind in enumerate(kinds)]
+    repeats = [kinds[:number].count(kind) for number, kind in enumerate(kinds)]
+    return [
+        KINDS[kind](text, int(digest("perturbation", kind, text), 16) + repeat)
+        for kind, repeat in zip(kinds, repeats, strict=True)
+    ]
 
 
 def with_perturbations(
@@ -96,7 +111,3 @@ def _check_written(problem: Problem, prompt: str, tokens: Sequence[int], tokeniz
             f"data.perturbations: the tokenizer cannot write the wording {prompt[:80]!r} of problem {problem.id!r}. "
             "Use typo, which needs no symbols of its own."
         )
-
-
-def _draw(seed: str, count: int) -> int:
-    return int(seed, 16) % count
