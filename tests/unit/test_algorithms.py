@@ -17,30 +17,26 @@ from capo_megatron.algorithms import (
     ALGORITHMS,
     AlgorithmConfig,
     CapoConfig,
+    CdeConfig,
+    CodapoConfig,
+    DapoConfig,
+    DcpoConfig,
     DrGrpoConfig,
     GrpoConfig,
+    GspoConfig,
+    ScapoConfig,
+    SimkoConfig,
+    SurrogateConfig,
     available,
     build,
 )
-from capo_megatron.algorithms.noise_mask import ReferencePerplexityMask
 from capo_megatron.algorithms.equations import capo_advantage, clipped_surrogate, grpo_advantage, kl_penalty
-from capo_megatron.algorithms.surrogate import SurrogateConfig
-from capo_megatron.errors import CapoError, CheckpointError, ConfigError, ShapeError, TrainingError
-from capo_megatron.seams import Algorithm, Signal
+from capo_megatron.algorithms.noise_mask import ReferencePerplexityMask
+from capo_megatron.errors import CapoError, CheckpointError, ConfigError, ShapeError
 from capo_megatron.types import PolicyOutputs, RolloutBatch, Signals
+from tests.family import advantages
 from tests.golden.cases import CASES, assert_golden
 from tests.rollouts import make_batch, signals, spread, train_batch
-
-CONFIGS = [CapoConfig(), GrpoConfig(), DrGrpoConfig(length=20)]
-EACH = pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.kind)
-
-
-def advantages(algorithm: Algorithm, batch: RolloutBatch, scored: Signals) -> Tensor:
-    """What the trainer does: the estimator's advantages times every mask."""
-    result = algorithm.estimator(batch, scored)
-    for mask in algorithm.masks:
-        result = result * mask(batch, scored)
-    return result
 
 
 def per_row(value: Tensor) -> list[float]:
@@ -53,87 +49,15 @@ def golden_batch(reference: list[float] | None = None) -> tuple[RolloutBatch, Si
     return batch, signals(case["lpm"], batch, reference or [-0.3] * 5)
 
 
-# --- all of them ----------------------------------------------------------------------------------------------------
-
-
-@EACH
-def test_advantages_are_float32_constant_over_a_response_and_zero_off_it(config: SurrogateConfig) -> None:
+def test_advantages_are_constant_over_a_response() -> None:
     batch, scored = golden_batch()
-    got = build(config).estimator(batch, scored)
-    assert got.dtype == torch.float32 and got.shape == batch.response_mask.shape
-    assert torch.equal(got, spread(per_row(got), batch))
-    assert (got.abs() > 0).equal(batch.response_mask)
+    for config in (CapoConfig(), GrpoConfig(), DrGrpoConfig(length=20), GspoConfig()):
+        got = build(config).estimator(batch, scored)
+        assert torch.equal(got, spread(per_row(got), batch))
+        assert (got.abs() > 0).equal(batch.response_mask)
 
 
-@EACH
-def test_ungradable_rows_count_nowhere(config: SurrogateConfig) -> None:
-    algorithm = build(config)
-    batch = make_batch([2, 3, 1, 2], [1, 0, 1, 0], [0] * 4, gradable=[1, 1, 1, 0])
-    scored = signals([-0.3, -0.2, -0.9, -0.1], batch, [-0.3] * 4)
-    rest = slice(0, 3)
-    got = advantages(algorithm, batch, scored)
-    assert torch.equal(got[rest], advantages(build(config), batch.slice(rest), scored.slice(rest)))
-    weights = algorithm.reduction(batch)
-    assert torch.equal(weights[rest], algorithm.reduction(batch.slice(rest)))
-    assert got[3].abs().sum() == 0 and weights[3].abs().sum() == 0
-
-
-@EACH
-@pytest.mark.parametrize("option", ["drop", "mask_loss", "keep"])
-def test_truncated_responses_leave_what_the_option_says(config: SurrogateConfig, option: str) -> None:
-    algorithm = build(type(config)(**{**vars(config), "truncated": option}))
-    batch = make_batch([2, 3, 1, 5], [1, 0, 1, 0], [0] * 4, truncated=[0, 0, 0, 1])
-    scored = signals([-0.3, -0.2, -0.9, -0.1], batch, [-0.3] * 4)
-    rest = slice(0, 3)
-    got, weights = advantages(algorithm, batch, scored), algorithm.reduction(batch)
-    without = advantages(build(config), batch.slice(rest), scored.slice(rest))
-    statistics_differ = not torch.equal(got[rest], without)
-    denominators_differ = not torch.equal(weights[rest], algorithm.reduction(batch.slice(rest)))
-    assert statistics_differ == denominators_differ == (option != "drop")
-    assert bool(weights[3].any()) == (option == "keep")
-
-
-@EACH
-def test_loss_gradients_do_not_depend_on_how_rows_are_split(config: SurrogateConfig) -> None:
-    config = type(config)(**{**vars(config), "beta": 0.1, "entropy_coef": 0.01, "dual_clip": 3.0})
-    algorithm = build(config)
-    batch, scored = golden_batch()
-    whole = train_batch(batch, scored, advantages(algorithm, batch, scored), algorithm.reduction(batch))
-    noise = torch.randn(batch.response_mask.shape, generator=torch.Generator().manual_seed(1))
-
-    def gradient(splits: list[slice]) -> Tensor:
-        logp = (scored.old_logprobs + 0.3 * noise * batch.response_mask).requires_grad_()
-        for rows in splits:
-            part = whole.slice(rows)
-            token = algorithm.loss(PolicyOutputs(logp[rows], entropy=logp[rows].square()), part)
-            (part.weights * token.loss).sum().backward()
-        return logp.grad
-
-    assert gradient([slice(0, 5)]).abs().sum() > 0
-    torch.testing.assert_close(gradient([slice(0, 5)]), gradient([slice(0, 1), slice(1, 4), slice(4, 5)]))
-
-
-@EACH
-def test_non_finite_log_probs_and_rewards_name_problem_and_sample(config: SurrogateConfig) -> None:
-    algorithm = build(config)
-    batch = make_batch([2, 2, 2, 2], [1, 0, 1, 0], [0, 1, 1, 1], reward=[1.0, 0.0, 1.0, math.nan])
-    values = [-0.3, -0.2, -0.9, math.nan]
-    scored = Signals(torch.nan_to_num(spread(values, batch), nan=math.nan), spread([-0.3] * 4, batch))
-    with pytest.raises(TrainingError, match=r"NaN in sample 2 of problem 'problem-1'"):
-        algorithm.estimator(batch, scored)
-
-
-@EACH
-def test_defaults_and_needs(config: SurrogateConfig) -> None:
-    algorithm = build(config)
-    assert algorithm.name == config.kind
-    assert (config.clip_low, config.clip_high, config.dual_clip, config.beta) == (0.2, 0.2, None, 0.0)
-    reference = {Signal.REF_LOGPROBS}
-    assert algorithm.needs == (reference if config.kind == "capo" else set())
-    assert algorithm.loss_needs == set()
-    extra = build(type(config)(**{**vars(config), "beta": 0.1, "entropy_coef": 0.1}))
-    assert extra.needs == reference
-    assert extra.loss_needs == {Signal.ENTROPY}
+# --- options --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -150,6 +74,36 @@ def test_defaults_and_needs(config: SurrogateConfig) -> None:
         (GrpoConfig(beta=-0.2), "algorithm.beta=-0.2"),
         (GrpoConfig(dual_clip=0.5), "algorithm.dual_clip=0.5"),
         (GrpoConfig(entropy_coef=math.nan), "algorithm.entropy_coef=nan"),
+        (GrpoConfig(importance_cap=0), "algorithm.importance_cap=0"),
+        (GrpoConfig(reference_decay=1.0, mask="on"), "algorithm.reference_decay=1.0: must be from 0 to below 1"),
+        (GrpoConfig(reference_decay=0.9), "algorithm.reference_decay=0.9: nothing reads the reference"),
+        (CapoConfig(tau_schedule="linear"), "algorithm.tau_end=None: tau_schedule=linear needs"),
+        (CapoConfig(tau_end=0.3), "algorithm.tau_end=0.3: not used by tau_schedule=constant"),
+        (CapoConfig(tau_schedule="linear", tau_end=0.0), "algorithm.tau_end=0.0"),
+        (CapoConfig(tau_until=0), "algorithm.tau_until=0"),
+        (CapoConfig(weight_floor=1.5), "algorithm.weight_floor=1.5"),
+        (CapoConfig(weight_floor=0.5, surrogate="linear"), "algorithm.weight_floor=0.5: not used by surrogate=linear"),
+        (CapoConfig(mass_exponent=0.5), "algorithm.mass_exponent=0.5: not used by norm=sum"),
+        (CapoConfig(norm="mass", mass_exponent=math.inf), "algorithm.mass_exponent=inf"),
+        (GspoConfig(ratio="token"), "algorithm.ratio=token.*grpo"),
+        (SimkoConfig(ratio="sequence"), "algorithm.ratio=sequence.*gspo"),
+        (SimkoConfig(top_k=0), "algorithm.top_k=0"),
+        (SimkoConfig(alpha=1.5), "algorithm.alpha=1.5"),
+        (SimkoConfig(quantile=-0.1), "algorithm.quantile=-0.1"),
+        (SimkoConfig(top1_penalty=-1), "algorithm.top1_penalty=-1"),
+        (DapoConfig(overlong_buffer=4), "algorithm.max_length=None: overlong_buffer=4 needs it"),
+        (DapoConfig(overlong_buffer=4, max_length=3), "algorithm.max_length=3"),
+        (DapoConfig(max_refills=-1), "algorithm.max_refills=-1"),
+        (CodapoConfig(percentile=75), "algorithm.percentile=75"),
+        (CodapoConfig(repeat=0), "algorithm.repeat=0"),
+        (CodapoConfig(offset=-0.1), "algorithm.offset=-0.1"),
+        (CdeConfig(omega=-1), "algorithm.omega=-1"),
+        (CdeConfig(kappa=0), "algorithm.kappa=0"),
+        (CdeConfig(omega_until=0), "algorithm.omega_until=0"),
+        (DcpoConfig(group_share=2), "algorithm.group_share=2"),
+        (DcpoConfig(instruction="How sure are you?"), "algorithm.instruction='How sure are you.'.*CONFIDENCE:"),
+        (ScapoConfig(credit=-1), "algorithm.credit=-1"),
+        (ScapoConfig(credit_steps=-1), "algorithm.credit_steps=-1"),
     ],
 )
 def test_options_out_of_range_are_named(config: SurrogateConfig, says: str) -> None:

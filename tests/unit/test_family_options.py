@@ -1,0 +1,92 @@
+"""Options that go with several algorithms, and CAPO's variants, on whole steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from capo_megatron.algorithms import (
+    CapoConfig,
+    GrpoConfig,
+    build,
+)
+from capo_megatron.algorithms.equations import (
+    capo_advantage,
+    grpo_advantage,
+    kl_penalty,
+    sequence_logprob_mean,
+)
+from tests.family import PLAIN, advantages, current, uneven
+from tests.rollouts import train_batch
+
+
+def test_the_noise_mask_alone_zeroes_grpos_advantages_where_capo_would() -> None:
+    batch, scored = uneven()
+    masked, capo, plain = build(GrpoConfig(mask="on")), build(CapoConfig()), build(GrpoConfig())
+    (mask,), (same,) = masked.masks, capo.masks
+    keep = mask(batch, scored)
+    assert torch.equal(keep, same(batch, scored)) and not keep.all()
+    assert torch.equal(advantages(masked, batch, scored), plain.estimator(batch, scored) * keep)
+    assert torch.equal(masked.reduction(batch), plain.reduction(batch))
+    assert masked.report() == {"mask/ref_high": 2.5, "mask/ref_low": 1.05}
+
+
+@pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
+def test_the_kl_in_the_reward_is_subtracted_before_groups_are_compared(kl: str) -> None:
+    batch, scored = uneven()
+    counted = batch.gradable
+    penalty = 0.3 * (kl_penalty(scored.old_logprobs, scored.ref_logprobs, kl) * batch.response_mask).sum(dim=1)
+    got = build(GrpoConfig(beta=0.3, kl=kl, kl_in="reward")).estimator(batch, scored)
+    want = torch.zeros(len(batch))
+    want[counted] = grpo_advantage((batch.rewards["reward"] - penalty)[counted], batch.group[counted])
+    torch.testing.assert_close(got, want.unsqueeze(1) * batch.response_mask)
+    pairs = build(CapoConfig(mask="off")).estimator(batch, scored)
+    centred = torch.zeros(len(batch))
+    centred[counted] = grpo_advantage(penalty[counted], batch.group[counted], scale_by_std=False)
+    got = build(CapoConfig(mask="off", beta=0.3, kl=kl, kl_in="reward")).estimator(batch, scored)
+    torch.testing.assert_close(got, pairs - centred.unsqueeze(1) * batch.response_mask)
+    now = current(batch, scored)
+    inside, without = (
+        build(GrpoConfig(beta=beta, kl=kl, kl_in="reward")).loss(now, train_batch(batch, scored, got)).loss
+        for beta in (0.3, 0.0)
+    )
+    assert torch.equal(inside, without)
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_importance_weights_multiply_any_policy_loss_and_leave_the_other_terms(kind: str) -> None:
+    batch, scored = uneven()
+    config = replace(PLAIN[kind], beta=0.0)
+    weight = (scored.old_logprobs - batch.sampler_logprobs).exp().clamp(max=1.02)
+    now = current(batch, scored)
+    plain = build(config)
+    part = train_batch(batch, scored, advantages(plain, batch, scored))
+    capped = build(replace(config, importance_cap=1.02)).loss(now, part)
+    torch.testing.assert_close(capped.loss, plain.loss(now, part).loss * weight)
+    torch.testing.assert_close(capped.metrics["importance_weight"], weight)
+    both = build(replace(config, importance_cap=1.02, beta=0.2)).loss(now, part).loss
+    penalty = kl_penalty(now.logprobs, scored.ref_logprobs)
+    torch.testing.assert_close(both, capped.loss + 0.2 * penalty)
+
+
+def test_capos_tau_follows_its_schedule_and_its_variants_reach_the_equation() -> None:
+    batch, scored = uneven()
+    mean, answered = sequence_logprob_mean(scored.old_logprobs, batch.response_mask)
+    counted = answered & batch.gradable
+
+    def want(tau: float, **options: object) -> Tensor:
+        rows = capo_advantage(mean, batch.correct, batch.group, tau, valid=counted, **options)
+        return rows.unsqueeze(1) * batch.response_mask
+
+    algorithm = build(CapoConfig(tau=0.8, tau_schedule="linear", tau_end=0.2, tau_until=0.5))
+    for progress, tau in ((0.0, 0.8), (0.25, 0.5), (0.5, 0.2), (0.9, 0.2)):
+        got = algorithm.estimator(replace(batch, progress=progress), scored)
+        torch.testing.assert_close(got, want(tau), rtol=1e-5, atol=1e-6)
+        assert algorithm.report()["capo/tau"] == pytest.approx(tau)
+    assert "capo/tau" not in build(CapoConfig()).report()
+    for options in ({"weight_floor": 0.5}, {"norm": "mass", "mass_exponent": 0.5}, {"norm": "mass"}):
+        got = build(CapoConfig(**options)).estimator(batch, scored)
+        assert torch.equal(got, want(0.6, **options)) and not torch.equal(got, want(0.6))
