@@ -343,7 +343,10 @@ def test_scapo_uses_the_wordings_that_a_problem_has() -> None:
     for rows, known in ((batch.group == 0, both), (batch.group == 1, one[:1])):
         want = scapo_credit(scored.old_logprobs[rows], known, batch.response_mask[rows], batch.group[rows])
         torch.testing.assert_close(got[rows], want, rtol=1e-5, atol=1e-6)
-    assert torch.equal((algorithm.estimator(batch, none) - base)[batch.group == 1], torch.zeros(2, got.shape[1]))
+    assert torch.equal(algorithm.estimator(batch, none)[batch.group == 1], base[batch.group == 1])
+    nothing = replace(scored, perturbed_logprobs=scored.perturbed_logprobs[..., :0])  # a step of problems without any
+    assert torch.equal(algorithm.estimator(batch, nothing), base)
+    assert algorithm.report()["scapo/drift"] == 0.0
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ import pytest
 import torch
 
 from capo_megatron.config import RunConfig
+from capo_megatron.data import ShuffledSource
 from capo_megatron.errors import RolloutError, TrainingError
 from capo_megatron.runlog import log as runlog
 from capo_megatron.runlog import read_rows
 from capo_megatron.seams import Signal
 from capo_megatron.trainer import Parts, train
-from capo_megatron.types import RolloutBatch
+from capo_megatron.types import Reading, RolloutBatch, Segment, Signals
 from tests.unit.seam_fakes import Events, Killed, Saved, fake_algorithm, fake_config, fake_parts
 
 
@@ -102,6 +104,46 @@ def test_groups_that_the_algorithm_selects_come_first_in_the_next_step(tmp_path:
     parts = fake_parts(config, Events(), algorithm=fake_algorithm(reselect=lambda *_: next(chosen)))
     train(config, parts)
     assert rollout_ids(parts) == [["p0", "p1"], ["p1", "p1#1"], ["p2", "p3"], ["p2", "p4"]]
+
+
+def test_an_algorithm_hears_how_far_the_run_is_and_its_readings_reach_the_batch(tmp_path: Path) -> None:
+    config = fake_config(tmp_path)
+    reader = lambda ids, text, decode: Reading({"ends": float(text == decode(ids))}, {0: Segment.CONFIDENCE})  # noqa: E731
+    parts = fake_parts(config, Events(), algorithm=fake_algorithm(read=reader))
+    train(config, parts)
+    batches = [part.rollouts for part in parts.policy.trained]
+    assert [batch.progress for batch in batches] == [0.0, 0.25, 0.5, 0.75]
+    assert [batch.policy_version for batch in batches] == [0, 1, 2, 3]
+    for batch in batches:
+        assert batch.rewards["ends"].tolist() == [0.0] * 8
+        assert set(batch.segment[batch.response_mask].tolist()) == {Segment.CONFIDENCE}
+
+
+def test_perturbed_prompts_and_the_reference_are_not_scored_while_idle(tmp_path: Path) -> None:
+    config, note = fake_config(tmp_path, train={"steps": 2}), Events()
+    seen = []
+
+    def estimate(batch: RolloutBatch, signals: Signals) -> torch.Tensor:
+        seen.append((signals.ref_logprobs is not None, signals.perturbed_logprobs is not None))
+        return torch.zeros(batch.response_mask.shape)
+
+    needs = frozenset({Signal.REF_LOGPROBS, Signal.PERTURBED})
+    algorithm = fake_algorithm(needs=needs, idle=lambda batch: needs if batch.policy_version else frozenset())
+    parts = fake_parts(config, note, algorithm=replace(algorithm, estimator=estimate))
+    perturbed = [replace(problem, perturbed=((1, 2, 3),)) for problem in parts.prompts.take(12)]
+    train(config, replace(parts, prompts=ShuffledSource(perturbed, 0, shuffle=False)))
+    assert seen == [(True, True), (False, False)]
+    assert [name for name in note.names if name.startswith("score")] == [
+        *("score policy", "score reference", "score policy"),
+        "score policy",
+    ]
+
+
+def test_a_reference_that_follows_moves_once_a_step_after_its_updates(tmp_path: Path) -> None:
+    config, note = fake_config(tmp_path, train={"steps": 2, "minibatches": 2}), Events()
+    train(config, fake_parts(config, note, algorithm=fake_algorithm(reference_decay=0.9)))
+    moves = [name for name in note.names if name in ("train", "update reference 0.9", "save 2")]
+    assert moves == ["train", "train", "update reference 0.9"] * 2 + ["save 2"]
 
 
 # --- steps that are not taken -----------------------------------------------------------------------------------------
