@@ -168,6 +168,13 @@ def test_codapo_weighs_a_group_of_which_nothing_counts_by_the_offset_and_can_do_
     assert torch.equal(plain.estimator(batch, scored), build(CodapoConfig()).estimator(batch, scored))
 
 
+def test_codapo_gives_an_empty_response_no_confidence() -> None:
+    batch = make_batch([2, 3, 0, 1], [1, 0, 0, 1], [0] * 4)
+    algorithm = build(CodapoConfig())
+    algorithm.estimator(batch, signals([-0.3, -0.6, 0.0, -0.9], batch))
+    assert algorithm.report()["codapo/weight"] == pytest.approx(math.exp(-0.6) + 0.1)  # half of the four are right
+
+
 # --- CDE and schedules ----------------------------------------------------------------------------------------------
 
 
