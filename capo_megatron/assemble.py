@@ -239,6 +239,7 @@ def run_evaluation(config: RunConfig, request: EvaluationRequest, say: Say) -> P
             model.pad_id,
             model=request.name or ("base" if request.base else config.algorithm.kind),
             step=step,
+            read=build_algorithm(config.algorithm).read,
         )
         path = request.records or folder / ("base.jsonl" if request.base else f"step_{step:06d}.jsonl")
         on_first_rank(team, lambda: _save_records(path, records))

@@ -184,6 +184,7 @@ def _validate(config: RunConfig, parts: Parts, step: int) -> dict[str, float]:
             parts.pad_id,
             model=parts.algorithm.name,
             step=step,
+            read=parts.algorithm.read,
         )
         phase.tokens = sum(record.tokens for record in records)
     return {f"validation/{name}": value for name, value in summarise(records).items()}

@@ -86,10 +86,11 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What an algorithm reads from a response: named numbers, and the segments that begin at some of its tokens."""
+    """What an algorithm reads from a response: named numbers, the segments that begin at some tokens, what to grade."""
 
     values: Mapping[str, float] = field(default_factory=dict)  # become named rewards
     starts: Mapping[int, int] = field(default_factory=dict)  # index of a response token -> the Segment from there on
+    answer: str | None = None  # the part of the text that is graded; None: all of it
 
 
 @dataclass(frozen=True, slots=True)

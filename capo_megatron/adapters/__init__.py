@@ -1,9 +1,10 @@
 """CAPO inside trainers that people already run: one module per trainer, none of which is a dependency of this package.
 
-    trl.py        TRL             a trainer class and its config
-    nemo_rl.py    NeMo-RL         an advantage estimator and a loss, and `install` to name them in the config
-    verl.py       verl            the advantage estimator "capo"
-    slime.py      slime           a custom advantage function
+    trl.py             TRL             a trainer class and its config
+    nemo_rl.py         NeMo-RL         an advantage estimator and a loss, and `install` to name them in the config
+    verl.py            verl            the advantage estimator "capo"
+    slime.py           slime           a custom advantage function
+    nemo_aligner*.py   NeMo-Aligner    trainer, actor, rollout batch, prompts, verifier (legacy)
 
 All of them gather what CAPO needs, each in its trainer's way, and hand it to `row_advantages`: whole groups, the mean
 log-prob of the policy that sampled, and the reference model's if the noise mask is on.

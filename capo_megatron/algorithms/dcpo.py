@@ -78,21 +78,24 @@ def read_confidence(ids: Sequence[int], text: str, decode: Callable[[Sequence[in
     """The stated "confidence" (`UNSTATED` without one), and the token where its line's tag begins.
 
     The place is found from the sampled ids: the last token from which on they still spell the whole tag. Encoding the
-    text again could give other tokens.
+    text again could give other tokens. What stands before the tag is graded: a grader that compares the whole text
+    would call an answer wrong for the line that was asked for.
     """
     stated = parse_confidence(text)
     values = {"confidence": UNSTATED if stated is None else stated}
-    if CONFIDENCE_TAG not in text:
+    answer, tag, _ = text.rpartition(CONFIDENCE_TAG)
+    if not tag:
         return Reading(values)
+    answer = answer.rstrip()
     outside, inside, step = len(ids), len(ids), 8
     while inside > 0 and CONFIDENCE_TAG not in decode(ids[inside:]):
         outside, inside, step = inside, max(0, inside - step), 2 * step
     if CONFIDENCE_TAG not in decode(ids[inside:]):
-        return Reading(values)  # the tag is in what `text` adds to its tokens
+        return Reading(values, answer=answer)  # the tag is in what `text` adds to its tokens
     while outside - inside > 1:
         middle = (inside + outside) // 2
         inside, outside = (middle, outside) if CONFIDENCE_TAG in decode(ids[middle:]) else (inside, middle)
-    return Reading(values, {inside: Segment.CONFIDENCE})
+    return Reading(values, {inside: Segment.CONFIDENCE}, answer)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from capo_megatron.errors import RolloutError
 from capo_megatron.evaluation.comparison import Comparison, compare
 from capo_megatron.evaluation.records import read_records, summarise, write_records
 from capo_megatron.rollout.collect import Collected, collect, share_of
-from capo_megatron.seams import RewardFunction, RolloutEngine, SamplingParams, Team
+from capo_megatron.seams import ResponseReader, RewardFunction, RolloutEngine, SamplingParams, Team
 from capo_megatron.types import EvalRecord, Problem, Verdict
 
 __all__ = ["Comparison", "compare", "evaluate", "read_records", "summarise", "write_records"]
@@ -29,20 +29,22 @@ def evaluate(
     *,
     model: str,
     step: int,
+    read: ResponseReader | None = None,
     chunk_rows: int = 4096,
 ) -> list[EvalRecord]:
     """One record per response, problems in order with their `samples` siblings adjacent, the same on every rank.
 
     `logprob_sum` is at temperature 1 over the whole vocabulary, however the responses are sampled: where that differs
     from the sampler's log-probs, the engine scores the responses again. About `chunk_rows` responses are sampled at a
-    time, which bounds the memory and changes no token. `model` and `step` are written into the records.
+    time, which bounds the memory and changes no token. `read` is the algorithm's, see `collect`.
+    `model` and `step` are written into the records.
 
     Collective. Raises what `collect` raises.
     """
     records: list[EvalRecord] = []
     named, size = _named(problems), max(1, chunk_rows // samples)
     for start in range(0, len(named), size):
-        found = collect(engine, reward, named[start : start + size], samples, params, team, pad_id)
+        found = collect(engine, reward, named[start : start + size], samples, params, team, pad_id, read=read)
         sums = _logprob_sums(found, engine, params, team)
         records += _records(found, sums, model, step)
     return records

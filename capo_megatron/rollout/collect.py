@@ -98,7 +98,8 @@ def collect(
     """`samples` graded responses to each problem, the same on every rank. Collective: all ranks pass the same problems.
 
     Each rank samples and grades its engine's share (a contiguous, balanced part of the problems). A problem that occurs
-    several times gets different responses each time. What `read` finds in a response becomes rewards and segments.
+    several times gets different responses each time. What `read` finds in a response becomes rewards and segments,
+    and decides which part of it is graded.
     Raises, on every rank, what one of them raises; RolloutError if the shares leave a problem out, or the engines'
     weights are of different versions or of another than `version`; RewardError if grades cannot be put together.
     """
@@ -181,8 +182,10 @@ def _take_share(
     if len(found) != len(asked):
         raise RolloutError(f"rollout engine: {len(found)} responses to {len(mine)} problems x {samples} samples.")
     _check_samples(asked, found)
-    texts = [sample.text for sample in found]
-    grades = list(reward.grade(asked, texts))
+    readings = [read(sample.ids, sample.text, engine.decode) for sample in found] if read else []
+    answers = [reading.answer for reading in readings] if read else [None] * len(found)
+    graded = [sample.text if part is None else part for sample, part in zip(found, answers, strict=True)]
+    grades = list(reward.grade(asked, graded))
     if len(grades) != len(asked):
         raise RewardError(f"reward function: {len(grades)} grades for {len(asked)} responses. One each is needed.")
     return _Part(
@@ -192,9 +195,9 @@ def _take_share(
         ids=np.array([token for sample in found for token in sample.ids], dtype=np.int32),
         logprobs=np.array([value for sample in found for value in sample.logprobs], dtype=np.float32),
         truncated=np.array([sample.truncated for sample in found], dtype=bool),
-        texts=texts,
+        texts=[sample.text for sample in found],
         grades=grades,
-        readings=[read(sample.ids, sample.text, engine.decode) for sample in found] if read else [],
+        readings=readings,
         seconds={"generate": generated - started, "grade": time.perf_counter() - generated},
     )
 

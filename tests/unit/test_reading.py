@@ -73,7 +73,7 @@ def test_bytes_of_split_characters_before_the_line_do_not_move_it() -> None:
     before = len(start.encode())
     assert len(ids) == before + len(line)  # a byte, a token
     found = read_confidence(ids, start + line, tokenizer.decode)
-    assert found == Reading({"confidence": 0.75}, {before: Segment.CONFIDENCE})
+    assert found == Reading({"confidence": 0.75}, {before: Segment.CONFIDENCE}, start)
 
 
 @pytest.mark.parametrize("number", range(len(CASES["dcpo_parse_confidence"]["inputs"]["text"])))
@@ -116,7 +116,11 @@ class ByteEngine:
 
 
 class AllRight:
+    def __init__(self) -> None:
+        self.graded: list[str] = []
+
     def grade(self, problems: Sequence[Problem], responses: Sequence[str]) -> list[Grade]:
+        self.graded = list(responses)
         return [Grade(Verdict.CORRECT, 1.0) for _ in responses]
 
     def close(self) -> None: ...
@@ -160,3 +164,10 @@ def test_selected_and_joined_rollouts_keep_readings_segments_rounds_and_progress
 def test_samples_without_a_finite_log_prob_for_each_token_are_refused(engine: ByteEngine) -> None:
     with pytest.raises(RolloutError, match=r"problem 'p0': \d+ log-probs for 17 tokens"):
         collected(engine, (1, 2))
+
+
+def test_the_confidence_line_is_not_graded_but_stays_in_the_text() -> None:
+    grader = AllRight()
+    problem = Problem("p", "", (1,), "4")
+    found = collect(ByteEngine(), grader, [problem], 4, SamplingParams(32), Solo(), 0, read=read_confidence)
+    assert grader.graded == ["4", "5", "", "6"] and found.texts == TEXTS
