@@ -26,9 +26,9 @@ from capo_megatron.mcore.runtime import Runtime
 from capo_megatron.model import Model
 from capo_megatron.rewards import build_reward
 from capo_megatron.rollout.collect import share_of
-from capo_megatron.runlog import RunLog, check_writable, make_folder
+from capo_megatron.runlog import RunLog, check_writable, make_folder, require_packages
 from capo_megatron.seams import Algorithm, RewardFunction, Signal, Solo
-from capo_megatron.trainer import Parts, train
+from capo_megatron.trainer import Parts, take_up, train
 from capo_megatron.types import EvalRecord, Problem
 from capo_megatron.warmup import Say
 
@@ -126,9 +126,21 @@ def accept(config: RunConfig, world: int) -> Accepted:
     output = Path(config.output)
     for folder in (output, *([model.base.directory] if model.base else [])):
         check_writable(folder)
-    DistCheckpointStore(output, Solo()).check(model.shape)
+    _check_base(model, output)
+    saved = DistCheckpointStore(output, Solo()).check(model.shape)
+    if saved is not None:
+        take_up(*saved, build_algorithm(config.algorithm), ShuffledSource(data.train, config.seed, config.data.shuffle))
+    require_packages(config.log)
     model.check_weights()
     return Accepted(model, data, algorithm)
+
+
+def _check_base(model: Model, output: Path) -> None:
+    if model.base is None:
+        return
+    base, run = model.base.directory.resolve(), output.resolve()
+    if base == run or run in base.parents:
+        raise ConfigError(f"warmup.path: {base} lies in the run's own folder {run}. Choose a path outside of it.")
 
 
 def _check_wordings(algorithm: Algorithm, data: Data) -> None:
@@ -209,14 +221,19 @@ def run_sampling(config: RunConfig, request: SamplingRequest, say: Say) -> None:
         groups = [group for part in parts for group in part]
         for problem, group in zip(found, groups, strict=True):
             for sample in group:
-                said(f"{problem.prompt}\n-> {sample.text}{' ...' if sample.truncated else ''}\n")
+                said(_printable(f"{problem.prompt}\n-> {sample.text}{' ...' if sample.truncated else ''}\n"))
+
+
+def _printable(text: str) -> str:
+    """What a model wrote, without the power to command a terminal."""
+    return "".join(mark if mark.isprintable() or mark in "\n\t" else repr(mark)[1:-1] for mark in text)
 
 
 def run_evaluation(config: RunConfig, request: EvaluationRequest, say: Say) -> Path:
     """Sample and grade held-out problems, write the records and show accuracy and calibration; the records' file."""
     config.check(runtime.world_size(), training=False)
     model = Model.accept(config)
-    problems = _evaluation_problems(config, model, request)
+    problems, left_out = _evaluation_problems(config, model, request)
     samples = request.samples or config.eval.samples
     if config.eval.temperature == 0 and samples > 1:
         raise ConfigError(
@@ -243,6 +260,8 @@ def run_evaluation(config: RunConfig, request: EvaluationRequest, say: Say) -> P
         )
         path = request.records or folder / ("base.jsonl" if request.base else f"step_{step:06d}.jsonl")
         on_first_rank(team, lambda: _save_records(path, records))
+        if left_out:
+            said(f"{len(problems)} questions{_left_out(left_out)}")
         summary = "  ".join(f"{name} {value:.4g}" for name, value in summarise(records).items())
         said(f"{summary}\nrecords: {path}")
         return path
@@ -279,12 +298,16 @@ def _held_out(config: RunConfig, model: Model, count: int | None) -> list[Proble
     return load_data(data, model.tokenizer, config.seed, _instruction(config)).validation[:count]
 
 
-def _evaluation_problems(config: RunConfig, model: Model, request: EvaluationRequest) -> list[Problem]:
+def _evaluation_problems(
+    config: RunConfig, model: Model, request: EvaluationRequest
+) -> tuple[list[Problem], Mapping[str, int]]:
+    """The problems to evaluate on, and how many of the benchmarks' were left out and why."""
+    left_out: Mapping[str, int] = {}
     if request.benchmarks:
-        found, _ = load_problems(request.benchmarks, config.data, model.tokenizer, _instruction(config))
+        found, left_out = load_problems(request.benchmarks, config.data, model.tokenizer, _instruction(config))
         problems = found[: request.problems]
     else:
         problems = _held_out(config, model, request.problems)
     if not problems:
         raise DataError("eval: no problems. Name files with --benchmark, or set data.task or data.validation.")
-    return problems
+    return problems, left_out

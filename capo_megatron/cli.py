@@ -1,14 +1,15 @@
 """The command line: `capo-megatron train | sample | eval | check | doctor`.
 
 Exit codes: 0 done; 2 an error that the user can mend (one line on stderr); 1 a bug (traceback); 128 + n ended by signal
-n, e.g. 143 after SIGTERM, on which training finishes its step and saves, or 137 if a rank was killed. The same command
-then continues. This is the only file that parses arguments or sets exit codes. Imports are late, so that `--help` and
+n, e.g. 143 after SIGTERM, on which training finishes its step and saves (as on Ctrl-C and on a closed terminal), or 137
+if a rank was killed. The same command then continues. This is the only file that parses arguments or sets exit codes. Imports are late, so that `--help` and
 `doctor` answer at once.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import hashlib
 import logging
 import os
@@ -30,6 +31,8 @@ _ENDED_BY = 128  # plus a signal's number: the exit code of what it ended
 _STOP_S = "3600"  # that ranks have to finish their step and save, before the launcher kills them
 _AFTERMATH_S = 10.0  # after which a rank that ends was ended by the launcher
 _LAUNCH = "capo-megatron-"  # begins the run id of ranks that --nproc starts
+_MOST = 100_000  # of samples per problem, or problems, that a flag may ask for
+_PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 _PATIENCE_S = 5.0  # how long ranks wait for a word of each other when something went wrong
 
 
@@ -37,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = _options(arguments)
+    if _started_here():
+        _end_with_the_launcher()
     try:
         return options.run(options)
     except CapoError as error:
@@ -48,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
         raise
     except KeyboardInterrupt:
+        _first_to_say("interrupted")  # so that no rank that this one leaves behind takes it for a bug
         return _ENDED_BY + signal.SIGINT
 
 
@@ -114,8 +120,8 @@ def _count(text: str) -> int:
         count = int(text)
     except ValueError:
         count = 0
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number > 0")
+    if not 0 < count <= _MOST:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number from 1 to {_MOST:,}")
     return count
 
 
@@ -289,6 +295,19 @@ def _blame(failures: Mapping[int, tuple[int, float]]) -> int:
 def _started_here() -> bool:
     """Whether this process is a rank that `_start_ranks` started."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(_LAUNCH)
+
+
+def _end_with_the_launcher() -> None:
+    """Have the kernel send SIGTERM when the launcher dies, however it dies: a rank then finishes its step and saves.
+
+    Linux only; elsewhere ranks of a launcher that was killed go on to the end, as under plain torchrun.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    launcher = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
+    if os.getppid() != launcher:  # it died in between
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _say(text: str) -> None:

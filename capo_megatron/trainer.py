@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -52,7 +53,7 @@ class Parts:
 
 
 def train(config: RunConfig, parts: Parts) -> int:
-    """Train until `config.train.steps` or SIGTERM, resuming from the newest checkpoint; the step reached."""
+    """Train until `config.train.steps` or a signal to stop, resuming from the newest checkpoint; the step reached."""
     policy, log, team, algorithm = parts.policy, parts.log, parts.team, parts.algorithm
     step = saved = _resume(parts)
     probe = Probe(config.rollout.probe_rows, config.probe_tolerance)
@@ -200,15 +201,26 @@ def _resume(parts: Parts) -> int:
         parts.log.resume_from(-1)
         return 0
     step, state = found
-    if state["method"] != parts.algorithm.name:
-        raise CheckpointError(
-            f"algorithm.kind={parts.algorithm.name}: the checkpoint of step {step} in this output was trained by "
-            f"{state['method']}. Nothing was changed. Choose another output, or algorithm.kind={state['method']}."
-        )
-    parts.prompts.load_state_dict(state["prompts"])
-    parts.algorithm.load_state_dict(state["algorithm"])
+    take_up(step, state, parts.algorithm, parts.prompts)
     parts.log.resume_from(step)
     return step
+
+
+def take_up(step: int, state: Mapping[str, Any], algorithm: Algorithm, prompts: PromptSource) -> None:
+    """Bring algorithm and prompts to where a checkpoint's state left them.
+
+    Raises CheckpointError or DataError if it is of another algorithm or other problems.
+    """
+    lacking = {"method", "prompts", "algorithm"} - state.keys()
+    if lacking:
+        raise CheckpointError(f"the checkpoint of step {step} lacks {sorted(lacking)}: no run of this program.")
+    if state["method"] != algorithm.name:
+        raise CheckpointError(
+            f"algorithm.kind={algorithm.name}: the checkpoint of step {step} in this output was trained by "
+            f"{state['method']}. Nothing was changed. Choose another output, or algorithm.kind={state['method']}."
+        )
+    prompts.load_state_dict(state["prompts"])
+    algorithm.load_state_dict(state["algorithm"])
 
 
 def _save(parts: Parts, step: int) -> int:
@@ -259,13 +271,30 @@ def _count_skipped(reports: Sequence[StepReport], before: int, allowed: int, log
 
 @contextmanager
 def _stop_requested() -> Iterator[threading.Event]:
-    """An event that SIGTERM sets: the step under way is finished and saved. Signals reach the main thread only."""
+    """An event that SIGTERM, Ctrl-C or a closed terminal sets: the step under way is finished and saved.
+
+    A second Ctrl-C interrupts at once. A signal that is ignored (nohup) stays so. Signals reach the main thread only.
+    """
     stopping = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stopping
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: stopping.set())
+
+    def stop(number: int, _: object) -> None:
+        if number == signal.SIGINT and interrupted.is_set():
+            raise KeyboardInterrupt
+        if number == signal.SIGINT:
+            interrupted.set()
+        stopping.set()
+
+    interrupted = threading.Event()
+    heard = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in heard}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, stop)
     try:
         yield stopping
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

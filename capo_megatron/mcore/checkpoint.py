@@ -20,6 +20,7 @@ import pickle
 import platform
 import queue
 import random
+import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -59,26 +60,33 @@ class DistCheckpointStore:
 
     def steps(self) -> list[int]:
         """Steps of all complete checkpoints, oldest first."""
-        return sorted(int(path.name.removeprefix("step_")) for path in self._complete())
+        found = ((_step_of(path.name), path) for path in self._root.glob("step_*"))
+        return sorted(step for step, path in found if step is not None and (path / "state.json").is_file())
 
     def latest(self) -> int | None:
         """The step that `load` would restore, or None."""
         try:
             name = (self._root / "latest").read_text().strip()
-        except FileNotFoundError:
-            return None
-        if not (self._root / name / "state.json").is_file():
+        except FileNotFoundError:  # a kill between the first checkpoint and this file, or somebody removed it
+            return max(self.steps(), default=None)
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{self._root / 'latest'}: cannot be read ({error}). Delete or mend it.") from error
+        step = _step_of(name)
+        if step not in self.steps():
             raise CheckpointError(
-                f"{self._root / 'latest'}: names {name!r}, which is not a complete checkpoint. "
-                f"Complete ones: {self.steps() or 'none'}. Write one of their folder names into the file, or delete it."
+                f"{self._root / 'latest'}: names {name!r}, which is not a complete checkpoint. Complete ones: "
+                f"{self.steps() or 'none'}. Write one of their folder names into the file, or delete it: the newest."
             )
-        return int(name.removeprefix("step_"))
+        return step
 
-    def check(self, shape: ModelShape) -> None:
-        """Raise CheckpointError if `load` would refuse the latest checkpoint, as one of another model."""
+    def check(self, shape: ModelShape) -> tuple[int, dict[str, Any]] | None:
+        """What `load` would return of the latest checkpoint. Raises CheckpointError if it is of another model."""
         step = self.latest()
-        if step is not None:
-            _check_same_model(self._folder(step), read_header(self._folder(step)), shape.identity())
+        if step is None:
+            return None
+        header = read_header(self._folder(step))
+        _check_same_model(self._folder(step), header, shape.identity())
+        return header["step"], header["state"]
 
     # --- save ----------------------------------------------------------------------------------------------------
 
@@ -169,10 +177,6 @@ class DistCheckpointStore:
     def _folder(self, step: int) -> Path:
         return self._root / f"step_{step:06d}"
 
-    def _complete(self) -> list[Path]:
-        found = self._root.glob("step_*")
-        return [path for path in found if not path.name.endswith(_UNFINISHED) and (path / "state.json").is_file()]
-
     def _tried(self, work: Callable[[], Any]) -> tuple[Any, str | None]:
         """What `work` returned, and why Megatron could not use the files, the same on every rank. Collective."""
         outcome, reason = None, None
@@ -217,6 +221,12 @@ def _ours(policy: Policy) -> MegatronPolicy:
     return policy
 
 
+def _step_of(name: str) -> int | None:
+    """The step whose checkpoint a folder of this name is; None for any other folder, e.g. a copy."""
+    found = re.fullmatch(r"step_(\d{6,})", name)
+    return int(found[1]) if found else None
+
+
 def read_header(folder: Path) -> dict[str, Any]:
     """The `state.json` of a checkpoint."""
     try:
@@ -225,7 +235,8 @@ def read_header(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder}: no state.json: not a complete checkpoint of this program.") from None
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{folder / 'state.json'}: damaged ({error}). {_go_back(folder)}") from None
-    if not isinstance(header, dict) or not {"step", "model", "layout", "state"} <= header.keys():
+    kinds = {"step": int, "model": dict, "layout": dict, "state": dict}
+    if not isinstance(header, dict) or not all(isinstance(header.get(name), kind) for name, kind in kinds.items()):
         raise CheckpointError(f"{folder / 'state.json'}: not the description of a checkpoint. {_go_back(folder)}")
     return header
 
@@ -300,6 +311,9 @@ def _restore_random_states(folder: Path, team: Team) -> None:
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder / 'rng.safetensors'}: cannot be read ({error}). {_go_back(folder)}") from None
     mine = {name.split(".", 1)[1]: value for name, value in states.items() if name.split(".", 1)[0] == str(team.rank)}
+    lacking = {"torch", "numpy", "numpy_gauss", "python"} - mine.keys()
+    if lacking:
+        raise CheckpointError(f"{folder / 'rng.safetensors'}: {sorted(lacking)} missing. {_go_back(folder)}")
     torch.set_rng_state(mine["torch"])
     numpy_state = mine["numpy"].numpy()
     keys, (position, has_gauss) = numpy_state[:-2].astype(np.uint32), numpy_state[-2:]

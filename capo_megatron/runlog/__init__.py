@@ -3,6 +3,7 @@
 from capo_megatron.runlog.files import check_writable, make_folder, read_rows, to_json, write_text, writing
 from capo_megatron.runlog.log import Phase, RunLog
 from capo_megatron.runlog.provenance import PACKAGES, installed, provenance
+from capo_megatron.runlog.trackers import require_packages
 
 __all__ = [
     "PACKAGES",
@@ -13,6 +14,7 @@ __all__ = [
     "make_folder",
     "provenance",
     "read_rows",
+    "require_packages",
     "to_json",
     "write_text",
     "writing",

@@ -83,7 +83,13 @@ def hold(folder: Path) -> IO[bytes]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace `path` as a whole: at every instant it holds the old text or the new. Raises CapoError."""
+    """Replace `path` as a whole: at every instant it holds the old text or the new. Raises CapoError.
+
+    A link stays and what it leads to is replaced; a device or a pipe is refused.
+    """
+    path = path.resolve()
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise CapoError(f"{path}: not a regular file. Choose another file to write.")
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     with writing(path):
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,19 @@ def test_what_is_neither_flag_nor_override_is_refused(
         main(arguments)
     assert stopped.value.code == 2
     assert f"unrecognized arguments: {unknown}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("warmup.path=capo", "lies in the run's own folder"),
+        ("warmup.path=capo/base", "lies in the run's own folder"),
+        ("log.wandb=project", "needs the package wandb"),
+    ],
+)
+def test_check_refuses_what_training_would_refuse(
+    override: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert main(["check", CONFIG, override]) == 2
+    assert message in capsys.readouterr().err

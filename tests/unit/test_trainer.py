@@ -254,15 +254,17 @@ def test_a_finished_run_does_nothing_more(tmp_path: Path) -> None:
     assert again.names == ["wake", "refit"] and rows(config) == before
 
 
-def test_sigterm_finishes_the_step_saves_it_and_stops(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_finishes_the_step_saves_it_and_stops(number: signal.Signals, tmp_path: Path) -> None:
     if threading.current_thread() is not threading.main_thread():
         pytest.skip("signals reach the main thread only")
     config, saved, note = fake_config(tmp_path, checkpoint={"every": 0}), Saved(), Events()
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(number)
 
     def terminate(event: str) -> None:  # while sampling the second step; and again while saving, as schedulers do
-        if (event == "generate" and note.names.count("generate") == 2) or event == "save 2":
-            os.kill(os.getpid(), signal.SIGTERM)
+        repeated = event == "save 2" and number != signal.SIGINT
+        if (event == "generate" and note.names.count("generate") == 2) or repeated:
+            os.kill(os.getpid(), number)
 
     note.watch = terminate
     parts = fake_parts(config, note, saved)
@@ -270,6 +272,31 @@ def test_sigterm_finishes_the_step_saves_it_and_stops(tmp_path: Path) -> None:
     parts.log.close()
     assert [row["step"] for row in rows(config)] == [1, 2] and sorted(saved) == [2]
     assert note.names[-2:] == ["save 2", "saved 2"]
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(number) is before
     assert train(config, fake_parts(config, Events(), saved)) == 4
     assert [row["step"] for row in rows(config)] == [1, 2, 3, 4]
+
+
+def test_a_second_interrupt_ends_at_once_and_an_ignored_signal_stays_ignored(tmp_path: Path) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        pytest.skip("signals reach the main thread only")
+    config, note = fake_config(tmp_path), Events()
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    def interrupt(event: str) -> None:
+        os.kill(os.getpid(), signal.SIGHUP)  # under nohup
+        if event == "train":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    note.watch = interrupt
+    parts = fake_parts(config, note)
+    try:
+        assert train(config, parts) == 1
+        parts.log.close()
+        note.watch = lambda event: [interrupt(event), interrupt(event)][0]
+        parts = fake_parts(config, note)
+        with pytest.raises(KeyboardInterrupt):
+            train(config, parts)
+    finally:
+        parts.log.close()
+        signal.signal(signal.SIGHUP, before)
