@@ -36,7 +36,9 @@ class DapoConfig(GroupConfig):
     reward_range: RewardRange = "pm1"  # of right and wrong responses: +1 and -1, or 1 and 0
     overlong_buffer: int = 0  # tokens below max_length in which the penalty grows (paper: 4096); 0 = no penalty
     overlong_factor: float = 1.0  # the penalty of a response of max_length tokens
-    max_length: int | None = None  # response budget in tokens; needed with an overlong_buffer: rollout.max_tokens
+    max_length: int | None = (
+        None  # response budget in tokens, for an overlong_buffer; a run's default: rollout.max_tokens
+    )
     dynamic_sampling: bool = True
     max_refills: int = 10  # rounds of replacement before the run stops with an error
 

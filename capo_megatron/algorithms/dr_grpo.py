@@ -23,7 +23,7 @@ from capo_megatron.seams import Algorithm
 
 @dataclass(frozen=True, kw_only=True)
 class DrGrpoConfig(SurrogateConfig):
-    """Options of Dr.GRPO. `length` (the response budget, usually rollout.max_tokens) is required."""
+    """Options of Dr.GRPO. `length` is the response budget; a run that gives none has rollout.max_tokens here."""
 
     kind: Literal["dr_grpo"] = "dr_grpo"
     reduction: ReductionMode = "constant-length"

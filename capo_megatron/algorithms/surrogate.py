@@ -114,7 +114,7 @@ def check_surrogate(config: SurrogateConfig) -> None:
     require("reference_decay", decay, decay is None or used, "nothing reads the reference; set mask=on or beta > 0")
     if config.reduction == "constant-length":
         budget = config.length is not None and config.length > 0
-        advice = "reduction=constant-length needs the response budget in tokens; set it to rollout.max_tokens"
+        advice = "reduction=constant-length needs the response budget in tokens; set it to what rollout.max_tokens is"
         require("length", config.length, budget, advice)
     else:
         advice = f"not used by reduction={config.reduction}; remove it or choose constant-length"
@@ -124,7 +124,7 @@ def check_surrogate(config: SurrogateConfig) -> None:
 def require(option: str, value: object, holds: bool, rule: str) -> None:
     """Raise ConfigError for `algorithm.<option>` unless the rule holds."""
     if not holds:
-        raise ConfigError(f"algorithm.{option}={value}: {rule}.")
+        raise ConfigError(f"algorithm.{option}={'null' if value is None else value}: {rule}.")
 
 
 # --- the loss -----------------------------------------------------------------------------------------------------

@@ -23,6 +23,8 @@ _SCALARS = (  # tag, pattern, the characters that such a scalar can start with
     ("merge", r"<<", ["<"]),
 )
 
+_DIGITS = 1000  # no option needs 20, and Python refuses to read more than 4,300 of them
+
 
 def parse(text: str, source: str) -> Any:
     """The mapping, list or scalar that `text` spells. Errors name `source` and the line."""
@@ -34,6 +36,8 @@ def parse(text: str, source: str) -> Any:
         raise ConfigError(f"{where}: not valid YAML: {error.problem or error.context}.") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{source}: lists or mappings are nested too deeply. An option is nested 3 deep.") from error
 
 
 def emit(tree: Any) -> str:
@@ -61,7 +65,10 @@ class _Loader(yaml.SafeLoader):
         return self.construct_sequence(node, deep=True)
 
     def integer(self, node: yaml.ScalarNode) -> int:
-        return int(self.construct_scalar(node))
+        text = str(self.construct_scalar(node))
+        if len(text) > _DIGITS:
+            raise yaml.constructor.ConstructorError(None, None, f"an integer of {len(text)} digits", node.start_mark)
+        return int(text)
 
     def number(self, node: yaml.ScalarNode) -> float:
         return float(str(self.construct_scalar(node)).lower().replace(".inf", "inf").replace(".nan", "nan"))

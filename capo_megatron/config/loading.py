@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from capo_megatron.algorithms import DapoConfig, SurrogateConfig
 from capo_megatron.config import options as schema
 from capo_megatron.config.dialect import emit, parse
 from capo_megatron.config.sections import DataConfig, RolloutConfig, RunConfig
@@ -37,7 +39,8 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
 
     Values of overrides are YAML (`data.train=[a.jsonl, b.jsonl]`); a mapping sets the options it names and leaves the
     others alone. An override of `algorithm.kind` that differs from the file's starts from that algorithm's defaults:
-    none of the file's `algorithm` options are kept, and a warning says which were dropped.
+    none of the file's `algorithm` options are kept, and a warning says which were dropped. A response budget that the
+    algorithm needs and is not given is `rollout.max_tokens`, see `resolve`.
 
     Raises ConfigError with one line per mistake.
     """
@@ -80,9 +83,12 @@ def around_model(directory: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def _described(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
+    if not path.is_file():
+        what = "no such file" if directory.is_dir() else "the folder does not exist"
+        raise ConfigError(f"{path}: {what}. Point to a Hugging Face model directory.")
     try:
         described = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}). Download it again.") from error
     if not isinstance(described, dict):
         raise ConfigError(f"{path}: got {schema.show(described)}, expected an object. Download it again.")
@@ -143,7 +149,7 @@ def _switch_algorithm(tree: dict[str, Any], overrides: Sequence[_Override], path
         return tree
     before = section.get("kind", schema.DEFAULT_ALGORITHM)
     after = _wanted_algorithm(overrides, before)
-    if after == before:
+    if after == before or after not in list(schema.algorithms()):  # an unknown one is refused later, without a warning
         return tree
     dropped = [f"algorithm.{key}" for key in section if key != "kind"]
     if dropped:
@@ -162,7 +168,7 @@ def _wanted_algorithm(overrides: Sequence[_Override], default: Any) -> Any:
 
 
 def _apply(tree: dict[str, Any], overrides: Sequence[_Override]) -> dict[str, Any]:
-    tree = json.loads(json.dumps(tree))
+    tree = copy.deepcopy(tree)
     for override in overrides:
         _set(tree, override, override.path, override.value)
     return tree
@@ -199,16 +205,34 @@ def _validate(tree: dict[str, Any], overrides: Sequence[_Override], path: Path) 
     if isinstance(tree.get("algorithm"), dict):
         tree = {**tree, "algorithm": {"kind": kind, **tree["algorithm"]}}
     try:
-        return _adapter().validate_json(json.dumps(tree), strict=True)
+        config = _adapter().validate_json(json.dumps(tree), strict=True)
     except ValidationError as error:
         lines = schema.explain(error.errors(include_url=False), kind)
         raise ConfigError("\n".join(f"{line} ({_origin(at, overrides, path)})" for at, line in lines)) from error
+    oversized = list(schema.oversized(tree))
+    if oversized:
+        raise ConfigError("\n".join(f"{line} ({_origin(at, overrides, path)})" for at, line in oversized))
+    return resolve(config)
+
+
+def resolve(config: RunConfig) -> RunConfig:
+    """The config with the response budget of its algorithm: `rollout.max_tokens`, where one is needed and not given."""
+    algorithm: Any = config.algorithm
+    budget = config.rollout.max_tokens
+    if isinstance(algorithm, SurrogateConfig) and algorithm.reduction == "constant-length" and algorithm.length is None:
+        algorithm = replace(algorithm, length=budget)
+    if isinstance(algorithm, DapoConfig) and algorithm.overlong_buffer > 0 and algorithm.max_length is None:
+        algorithm = replace(algorithm, max_length=budget)
+    return replace(config, algorithm=algorithm)
 
 
 def _algorithm_kind(tree: Mapping[str, Any], overrides: Sequence[_Override], path: Path) -> str:
     section = tree.get("algorithm", {})
     if isinstance(section, str):
-        raise ConfigError(f"algorithm: got {section!r}, expected a section of options. Write algorithm.kind={section}.")
+        raise ConfigError(
+            f"algorithm: got {section!r}, expected a section of options. Write algorithm.kind={section}. "
+            f"({_origin('algorithm', overrides, path)})"
+        )
     kind = section.get("kind", schema.DEFAULT_ALGORITHM) if isinstance(section, Mapping) else schema.DEFAULT_ALGORITHM
     if not isinstance(kind, str) or kind not in schema.algorithms():
         guess = schema.did_you_mean(str(kind), schema.algorithms())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import reprlib
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from capo_megatron.config.sections import RunConfig
 DEFAULT_ALGORITHM = CapoConfig.kind
 
 _WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false", types.NoneType: "null"}
+_LISTED = 20  # options of a section, at most, that are listed where one is not known
 _BOUNDS = {
     annotated_types.Gt: ("gt", ">"),
     annotated_types.Ge: ("ge", ">="),
@@ -67,6 +69,26 @@ def is_section(path: Sequence[str]) -> bool:
     """True if the path names a section, as opposed to an option or nothing."""
     annotation = known(DEFAULT_ALGORITHM).get(".".join(path))
     return any(is_dataclass(member) for member in _members(annotation))
+
+
+# --- values that no option can hold ---------------------------------------------------------------------------------
+
+_INTEGERS = 2**63  # where the integers of tensors and of checkpoints end
+_FLOATS = 3.4e38  # where those of float32 end
+
+
+def oversized(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted path, one line) for each number in the tree that neither tensors nor files could hold."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from oversized(item, f"{path}.{key}".lstrip("."))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from oversized(item, f"{path}[{index}]")
+    elif isinstance(value, int) and not -_INTEGERS <= value < _INTEGERS:
+        yield path, f"{path}: got {show(value)}, expected an integer from -2**63 to below 2**63."
+    elif isinstance(value, float) and math.isfinite(value) and abs(value) > _FLOATS:
+        yield path, f"{path}: got {show(value)}, expected a number from -{_FLOATS:g} to {_FLOATS:g}, as float32 holds."
 
 
 # --- wording --------------------------------------------------------------------------------------------------------
@@ -129,7 +151,7 @@ def _line(error: Mapping[str, Any], option: str, path: str, kind: str) -> str:
 
 
 def _near_miss(path: str, kind: str) -> str:
-    """A near miss among the siblings, else an option of that name in another section, else one of another algorithm."""
+    """A near miss among the siblings, else that name in another section or algorithm, else all siblings, if few."""
     section, _, word = path.rpartition(".")
     options = known(kind)
     siblings = [name for name in options if name.rpartition(".")[0] == section]
@@ -140,7 +162,9 @@ def _near_miss(path: str, kind: str) -> str:
     if elsewhere:
         return f" Did you mean {' or '.join(elsewhere)}?"
     owners = [name for name in algorithms() if section == "algorithm" and path in known(name)]
-    return f" It is an option of {', '.join(owners)}, and algorithm.kind is {kind}." if owners else ""
+    if owners:
+        return f" It is an option of {', '.join(owners)}, and algorithm.kind is {kind}."
+    return f" Known: {', '.join(siblings)}." if 0 < len(siblings) <= _LISTED else ""
 
 
 def _expected(annotation: Any, option: str, path: str) -> str:
@@ -177,8 +201,12 @@ def _plural(annotation: Any) -> str:
 
 def _describe_bounds(bounds: Collection[Any]) -> Iterator[str]:
     ours = [(bound, *_BOUNDS[type(bound)]) for bound in bounds if type(bound) in _BOUNDS]
-    words = [f"{sign} {getattr(bound, name):g}" for bound, name, sign in ours]
+    words = [f"{sign} {_exact(getattr(bound, name))}" for bound, name, sign in ours]
     if words:
         yield " and ".join(words)
     if any(isinstance(bound, annotated_types.MinLen) for bound in bounds):
         yield "that is not empty"
+
+
+def _exact(bound: float) -> str:
+    return f"{bound:g}" if isinstance(bound, float) else str(bound)

@@ -142,7 +142,7 @@ def _of_model(model: ModelConfig) -> int | None:
         return model.shape.max_position_embeddings
     try:
         described = json.loads((Path(model.path or "") / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # whoever loads the model says what is wrong with it
+    except (OSError, ValueError, RecursionError):  # whoever loads the model says what is wrong with it
         return None
     positions = described.get("max_position_embeddings") if isinstance(described, dict) else None
     return positions if isinstance(positions, int) else None
@@ -155,11 +155,17 @@ def _schedule(config: RunConfig) -> Iterator[str]:
     total = train.steps * train.minibatches * train.epochs
     decay, origin = (train.lr_decay_steps, "train.lr_decay_steps") if train.lr_decay_steps else (total, "the whole run")
     if train.lr_warmup_steps >= decay:
-        yield f"train.lr_warmup_steps={train.lr_warmup_steps} must be below the {decay} optimizer steps of {origin}."
+        yield (
+            f"train.lr_warmup_steps={train.lr_warmup_steps} must be below the {decay} optimizer steps of {origin}. "
+            f"Set train.lr_warmup_steps={decay // 10}, for example."
+        )
     if warmup is not None and warmup.min_lr > warmup.lr:
         yield f"warmup.min_lr={warmup.min_lr:g} is above warmup.lr={warmup.lr:g}. Lower it."
     if warmup is not None and warmup.lr_warmup_steps >= warmup.steps:
-        yield f"warmup.lr_warmup_steps={warmup.lr_warmup_steps} must be below warmup.steps={warmup.steps}."
+        yield (
+            f"warmup.lr_warmup_steps={warmup.lr_warmup_steps} must be below warmup.steps={warmup.steps}. "
+            f"Set warmup.lr_warmup_steps={warmup.steps // 10}, for example."
+        )
 
 
 # --- arithmetic -----------------------------------------------------------------------------------------------------

@@ -19,6 +19,9 @@ Count = Annotated[int, Gt(0)]
 Whole = Annotated[int, Ge(0)]
 Positive = Annotated[float, Gt(0)]
 NonNegative = Annotated[float, Ge(0)]
+Rate = Annotated[float, Gt(0), Le(1)]  # of learning
+FinalRate = Annotated[float, Ge(0), Le(1)]
+Size = Annotated[int, Gt(0), Le(1_000_000)]  # problems: more of them would be made or sorted for minutes
 Beta = Annotated[float, Ge(0), Lt(1)]
 Name = Annotated[str, MinLen(1)]
 
@@ -69,9 +72,9 @@ class DataConfig:
 
     train: tuple[Name, ...] = ()  # jsonl / parquet files
     validation: tuple[Name, ...] = ()  # files; if empty, validation_size problems are split off the training ones
-    validation_size: Whole = 0
+    validation_size: Annotated[int, Ge(0), Le(1_000_000)] = 0
     task: Name | None = None  # a procedural task instead of files: "chain", "one_digit", or "reasoning_gym/<name>"
-    task_size: Count = 4000  # problems generated for training
+    task_size: Size = 4000  # problems generated for training
     task_options: dict[str, float | int | str | bool | list[int] | list[str] | list[float]] = field(
         default_factory=dict
     )
@@ -110,9 +113,9 @@ class RewardConfig:
     """Who grades, and within what limits."""
 
     kind: Name = "math_verify"  # math_verify | exact | reasoning_gym | task | package.module:function
-    workers: Count = 2  # grading processes per rank (math_verify and user functions)
-    timeout_s: Positive = 10.0  # wall-clock of one grading, from when a worker starts on it
-    memory_mib: Annotated[int, Ge(256)] = 2048  # address space of a worker
+    workers: Annotated[int, Gt(0), Le(1024)] = 2  # grading processes per rank (math_verify and user functions)
+    timeout_s: Annotated[float, Gt(0), Le(86_400)] = 10.0  # wall-clock of one grading, from when a worker starts on it
+    memory_mib: Annotated[int, Ge(256), Le(2**24)] = 2048  # address space of a worker
     max_answer_chars: Count = 2000  # longer extracted answers are wrong without being parsed
 
 
@@ -124,8 +127,8 @@ class TrainConfig:
     minibatches: Count = 2  # per rollout
     epochs: Count = 1  # passes over a rollout
     micro_batch_tokens: Count = 16_384  # padded tokens of a micro-batch, at most
-    lr: Positive = 1e-6
-    min_lr: NonNegative = 0.0
+    lr: Rate = 1e-6
+    min_lr: FinalRate = 0.0
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     lr_warmup_steps: Whole = 0  # optimizer steps
     lr_decay_steps: Count | None = None  # optimizer steps; default: all of the run
@@ -175,8 +178,8 @@ class WarmupConfig:
 
     steps: Count = 1800
     batch: Count = 128
-    lr: Positive = 2e-3
-    min_lr: NonNegative = 2e-4
+    lr: Rate = 2e-3
+    min_lr: FinalRate = 2e-4
     lr_warmup_steps: Whole = 50
     betas: tuple[Beta, Beta] = (0.9, 0.98)
     weight_decay: NonNegative = 0.01
@@ -193,7 +196,7 @@ class RunConfig:
 
     output: Name  # folder of checkpoints, metrics, samples; a run that finds its own checkpoints there resumes
     model: ModelConfig
-    seed: Whole = 0
+    seed: Annotated[int, Ge(0), Le(2**32 - 1)] = 0
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)

@@ -4,7 +4,7 @@ import logging
 import math
 import subprocess
 import sys
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, get_args, get_origin, get_type_hints
 
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from capo_megatron.algorithms import AlgorithmConfig, CapoConfig, GrpoConfig
 from capo_megatron.config import RunConfig, describe_batch, dump, load, options, sections
 from capo_megatron.config.dialect import emit, parse
+from capo_megatron.config.loading import resolve
 from capo_megatron.errors import ConfigError
 
 MINIMAL = """
@@ -94,10 +95,31 @@ def test_values_in_task_options_keep_their_types(loaded):
     [
         ("parallel.tensr=2", "parallel.tensr: no such option. Did you mean parallel.tensor? (command line)"),
         ("lr=2", "lr: no such option. Did you mean train.lr or warmup.lr? (command line)"),
-        ("qqqq.zzzz=1", "qqqq: no such option. (command line)"),
-        ("train.lr=fast", "train.lr: got 'fast', expected a number > 0. (command line)"),
-        ("train.lr=.nan", "train.lr: got nan, expected a finite number > 0. (command line)"),
-        ("train.lr=.inf", "train.lr: got inf, expected a finite number > 0. (command line)"),
+        ("qqqq.zzzz=1", "qqqq: no such option. Known: output, model, seed, parallel, data, rollout,"),
+        (
+            "eval.zzzz=1",
+            "eval.zzzz: no such option. Known: eval.every, eval.samples, eval.temperature, eval.at_",
+        ),
+        ("algorithm=papo", "algorithm: got 'papo', expected a section of options. Write algorithm.kind=papo. (command"),
+        ("seed=99999999999999999999999", "seed: got 99999999999999999999999, expected an integer >= 0 and <= 42"),
+        (
+            "train.steps=99999999999999999999999",
+            "train.steps: got 99999999999999999999999, expected an integer from -2**63",
+        ),
+        ("seed=4294967296", "seed: got 4294967296, expected an integer >= 0 and <= 4294967295. (command line)"),
+        (f"seed={'9' * 5000}", "seed: got '999"),
+        (f"data.task_options={{a: [{'9' * 30}]}}", "data.task_options.a[0]: got 999999999999999999999999999999, exp"),
+        (
+            "algorithm.beta=-1e300",
+            "algorithm.beta: got -1e+300, expected a number from -3.4e+38 to 3.4e+38, as",
+        ),
+        ("train.lr=1e300", "train.lr: got 1e+300, expected a number > 0 and <= 1. (command line)"),
+        ("train.lr=2", "train.lr: got 2, expected a number > 0 and <= 1. (command line)"),
+        ("data.task_size=3000000", "data.task_size: got 3000000, expected an integer > 0 and <= 1000000. (command"),
+        ("data.train=" + "[" * 5000, "data.train: "),
+        ("train.lr=fast", "train.lr: got 'fast', expected a number > 0 and <= 1. (command line)"),
+        ("train.lr=.nan", "train.lr: got nan, expected a finite number > 0 and <= 1. (command line)"),
+        ("train.lr=.inf", "train.lr: got inf, expected a finite number > 0 and <= 1. (command line)"),
         ("train.steps=0", "train.steps: got 0, expected an integer > 0. (command line)"),
         ("train.steps=2.5", "train.steps: got 2.5, expected an integer > 0. (command line)"),
         ("train.steps=true", "train.steps: got true, expected an integer > 0. (command line)"),
@@ -137,6 +159,8 @@ def test_a_wrong_override_is_named_in_one_line(loaded, override, message):
         ("output: [", "{path}:1: not valid YAML: "),
         ("output: a\n  bad: : b\n", "{path}:2: not valid YAML: mapping values are not allowed here."),
         (MINIMAL + "train: {lr: 1, lr: 2}", "{path}:5: not valid YAML: 'lr' is given twice."),
+        pytest.param(MINIMAL + "seed: " + "9" * 5000, "{path}:5: not valid YAML: an integer of 5000 digits.", id="9"),
+        pytest.param("output: " + "[" * 5000, "{path}: lists or mappings are nested too deeply.", id="deep"),
         (MINIMAL + "seed: !!python/name:os.system x", "{path}:5: not valid YAML: the tag tag:yaml.org,2002:python"),
         ("- a\n- b\n", "{path}: got ['a', 'b'], expected `section: options` pairs at the top level."),
         (MINIMAL + "parallel: {tensr: 2}", "parallel.tensr: no such option. Did you mean parallel.tensor? ({path})"),
@@ -191,7 +215,15 @@ def test_every_algorithm_is_reachable_by_its_kind(loaded):
     for kind, section in options.algorithms().items():
         config = loaded(f"algorithm.kind={kind}")
         assert type(config.algorithm) is section
-        assert config.algorithm == section()
+        assert replace(config.algorithm, **dict.fromkeys(["length"] if kind == "dr_grpo" else [])) == section()
+
+
+def test_a_response_budget_that_is_not_given_is_the_rollouts(loaded):
+    assert loaded("algorithm.kind=dr_grpo", "rollout.max_tokens=99").algorithm.length == 99
+    assert loaded("algorithm.kind=dr_grpo", "algorithm.length=7").algorithm.length == 7
+    assert loaded("algorithm.reduction=constant-length").algorithm.length == 3046
+    assert loaded("algorithm.kind=dapo", "algorithm.overlong_buffer=9").algorithm.max_length == 3046
+    assert loaded("algorithm.kind=dapo").algorithm.max_length is None
 
 
 def test_algorithm_options_without_a_kind_are_the_default_algorithms(loaded):
@@ -231,6 +263,9 @@ def test_switching_the_algorithm_says_which_options_of_the_file_are_dropped(conf
     caplog.clear()
     assert load(path, ["algorithm.kind=capo"]).algorithm == CapoConfig(tau=0.4, clip_low=0.1)
     assert load(path, ["algorithm={tau: 0.5}"]).algorithm == CapoConfig(tau=0.5, clip_low=0.1)
+    assert not caplog.text
+    with pytest.raises(ConfigError, match=r"^algorithm\.kind: no such algorithm 'papo'\..*\(command line\)$"):
+        load(path, ["algorithm.kind=papo"])
     assert not caplog.text
 
 
@@ -272,6 +307,11 @@ def test_switching_the_algorithm_says_which_options_of_the_file_are_dropped(conf
             1,
             ["model.max_position_embeddings=4095"],
             "data.max_prompt_tokens=1050 + rollout.max_tokens=3046 = 4096 tokens",
+        ),
+        (
+            1,
+            ["data.train=[]", "data.task=chain", "eval.every=0", "data.validation_size=0", "warmup.steps=20"],
+            "warmup.lr_warmup_steps=50 must be below warmup.steps=20. Set warmup.lr_warmup_steps=2, for example.",
         ),
         (1, ["train.min_lr=1"], "train.min_lr=1 is above train.lr=1e-06"),
         (
@@ -337,10 +377,9 @@ def test_the_batch_arithmetic_adds_up(loaded):
 
 # --- round trips ------------------------------------------------------------------------------------------------------
 
-FINITE = st.floats(allow_nan=False, allow_infinity=False)
-OPTION = st.one_of(
-    FINITE, st.integers(), st.text(), st.booleans(), st.lists(st.integers(), min_size=1), st.lists(st.text())
-)
+FINITE = st.floats(-3.4e38, 3.4e38)
+INTEGERS = st.integers(-(2**63), 2**63 - 1)
+OPTION = st.one_of(FINITE, INTEGERS, st.text(), st.booleans(), st.lists(INTEGERS, min_size=1), st.lists(st.text()))
 
 
 def values(annotation):
@@ -350,10 +389,10 @@ def values(annotation):
         return st.one_of(*map(instances, options.algorithms().values()))
     if is_dataclass(annotation):
         return instances(annotation)
-    if annotation is float:
-        return FINITE
+    if annotation in (float, int):
+        return FINITE if annotation is float else INTEGERS
     if origin is Annotated:
-        return st.from_type(annotation).filter(lambda value: not isinstance(value, float) or math.isfinite(value))
+        return st.from_type(annotation).filter(lambda value: not list(options.oversized(value)) and value != math.inf)
     if origin is dict:
         return st.dictionaries(st.text(), OPTION, max_size=4)
     if origin is tuple and arguments[-1] is Ellipsis:
@@ -375,7 +414,7 @@ def instances(section):
 def test_a_written_config_loads_back_to_the_same_object(tmp_path_factory, config):
     path = tmp_path_factory.mktemp("round") / "resolved.yaml"
     path.write_text(dump(config), encoding="utf-8")
-    assert load(path) == config
+    assert load(path) == resolve(config)
 
 
 SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), FINITE, st.text())
