@@ -76,7 +76,7 @@ def _task_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int
     problems = task.train_problems(config.task_size)
     if config.perturbations:
         wordings = [perturb(task.question(problem), config.perturbations) for problem in problems]
-        problems = with_perturbations(problems, wordings, task.template, tokenizer, config.max_prompt_tokens)
+        problems = with_perturbations(problems, wordings, task.template, tokenizer, config)
     train, dropped = _short_enough(problems, config, "train/")
     validation, more = _short_enough(task.validation_problems(config.validation_size), config, "validation/")
     return Data(train, validation, dict(+(dropped + more)))
@@ -108,7 +108,7 @@ def _problems(
     ]
     if config.perturbations or config.perturbed_column is not None:
         wordings = [row.perturbed or perturb(row.problem, config.perturbations) for row in rows]
-        problems = with_perturbations(problems, wordings, template, tokenizer, config.max_prompt_tokens)
+        problems = with_perturbations(problems, wordings, template, tokenizer, config)
     return _short_enough(problems, config, prefix)
 
 
@@ -146,12 +146,14 @@ def _short_enough(problems: list[Problem], config: DataConfig, prefix: str) -> t
 def _split(problems: list[Problem], size: int, seed: int) -> tuple[list[Problem], list[Problem]]:
     """(train, validation): `size` problems chosen by hash, so that adding or reordering problems moves few of them."""
     if size >= len(problems):
-        raise DataError(
-            f"data.validation_size={size}: only {len(problems)} problems, and training needs some. Lower it."
-        )
+        raise DataError(f"data.validation_size={size}: there {_are(len(problems))}, and training needs some. Lower it.")
     chosen = set(sorted((problem.id for problem in problems), key=lambda name: digest("validation", seed, name))[:size])
     train = [problem for problem in problems if problem.id not in chosen]
     return train, [problem for problem in problems if problem.id in chosen]
+
+
+def _are(count: int) -> str:
+    return "is only 1 problem" if count == 1 else f"are only {count} problems"
 
 
 def _normal(text: str) -> str:

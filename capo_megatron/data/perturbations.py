@@ -21,6 +21,7 @@ from itertools import pairwise
 
 from transformers import PreTrainedTokenizerBase
 
+from capo_megatron.config import DataConfig
 from capo_megatron.data.problems import digest
 from capo_megatron.data.templates import Template
 from capo_megatron.data.tokenizer import encode
@@ -88,26 +89,38 @@ def with_perturbations(
     wordings: Sequence[Sequence[str]],
     template: Template,
     tokenizer: PreTrainedTokenizerBase,
-    longest: int,
+    config: DataConfig,
 ) -> list[Problem]:
-    """The problems with these other wordings as prompts; those of more than `longest` tokens are left out.
+    """The problems with these other wordings as prompts; those of more than `max_prompt_tokens` are left out.
 
     Raises DataError if the tokenizer cannot write one: a model would be asked something else.
     """
     prompts = [[template(text) for text in texts] for texts in wordings]
-    ids = iter(encode(tokenizer, [prompt for group in prompts for prompt in group]))
-    found = []
+    try:
+        ids = iter(encode(tokenizer, [prompt for group in prompts for prompt in group]))
+    except DataError as error:  # of the tokenizer, which knows nothing of perturbations
+        raise DataError(f"{_option(config)}: {str(error).removeprefix('model.')} {_advice(config)}") from error
+    longest, found = config.max_prompt_tokens, []
     for problem, group in zip(problems, prompts, strict=True):
         encoded = [tuple(next(ids)) for _ in group]
         for prompt, tokens in zip(group, encoded, strict=True):
-            _check_written(problem, prompt, tokens, tokenizer)
+            if (tokenizer.unk_token_id in tokens and tokenizer.unk_token_id is not None) or (prompt and not tokens):
+                raise DataError(
+                    f"{_option(config)}: the tokenizer cannot write the wording {prompt[:80]!r} of problem "
+                    f"{problem.id!r}. {_advice(config)}"
+                )
         found.append(replace(problem, perturbed=tuple(tokens for tokens in encoded if len(tokens) <= longest)))
     return found
 
 
-def _check_written(problem: Problem, prompt: str, tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> None:
-    if (tokenizer.unk_token_id in tokens and tokenizer.unk_token_id is not None) or (prompt and not tokens):
-        raise DataError(
-            f"data.perturbations: the tokenizer cannot write the wording {prompt[:80]!r} of problem {problem.id!r}. "
-            "Use typo, which needs no symbols of its own."
-        )
+def _option(config: DataConfig) -> str:
+    return (
+        f"data.perturbations=[{', '.join(config.perturbations)}]" if config.perturbations else "data.perturbed_column"
+    )
+
+
+def _advice(config: DataConfig) -> str:
+    if not config.perturbations:
+        return "Write the wordings with the symbols of the problems."
+    typos = ", ".join(["typo"] * len(config.perturbations))
+    return f"Use data.perturbations=[{typos}]: typos need no symbols of their own."

@@ -34,7 +34,7 @@ class Row:
     problem: str
     answer: str
     id: str  # "" where no id column was asked for
-    source: str  # the file's name without its suffix
+    source: str  # the file's name without its suffix; with folders before it where files of one call share that name
     place: str
     perturbed: tuple[str, ...] = ()  # other wordings of the problem, where a column for them was asked for
 
@@ -46,8 +46,11 @@ def read_files(paths: tuple[str, ...], config: DataConfig) -> tuple[list[Row], C
     out and counted; with more of them it is probably the wrong column, and the first one is reported. Raises DataError.
     """
     rows, left_out = [], Counter[str]()
-    for path in map(Path, paths):
-        read = {place: _row(record, config, place, path.stem) for place, record in _records(path, config)}
+    if not all(paths):
+        raise DataError("'': not a problem file, the name is empty. Give a path, e.g. problems.jsonl.")
+    files = list(map(Path, paths))
+    for path, source in zip(files, _sources(files), strict=True):
+        read = {place: _row(record, config, place, source) for place, record in _records(path, config)}
         if not read:
             raise DataError(f"{path}: no problems in this file. Remove it from the data section, or fill it.")
         blank = [place for place, row in read.items() if row is None]
@@ -94,6 +97,22 @@ def did_you_mean(name: str, known: list[str]) -> str:
     return f' Did you mean "{near[0]}"?' if near else ""
 
 
+def _sources(files: list[Path]) -> list[str]:
+    """A name for each file: its stem, or as much of its path as tells it from other files of that stem."""
+    places = [path.resolve() for path in files]
+    names = []
+    for path, place in zip(files, places, strict=True):
+        others = {other for other, file in zip(places, files, strict=True) if file.stem == path.stem} - {place}
+        endings = ["/".join((*place.parent.parts[-n:], path.stem)) for n in range(1, len(place.parts))]
+        apart = [ending for ending in endings if not any(_ends(other, ending) for other in others)]
+        names.append(path.stem if not others else apart[0] if apart else path.name)
+    return names
+
+
+def _ends(place: Path, ending: str) -> bool:
+    return f"/{place.with_suffix('').as_posix().lstrip('/')}".endswith(f"/{ending.lstrip('/')}")
+
+
 # --- one row --------------------------------------------------------------------------------------------------------
 
 
@@ -105,6 +124,8 @@ def _row(record: Mapping[str, Any], config: DataConfig, place: str, source: str)
     if not problem.strip():
         raise DataError(f"{place}: {config.prompt_column} is empty. Give a problem, or remove the row.")
     text = answer_text(answer, place)
+    _check_characters(problem, config.prompt_column, place)
+    _check_characters(text, config.answer_column, place)
     name = "" if config.id_column is None else _id(_column(record, config.id_column, "id_column", place), place)
     other = config.perturbed_column
     perturbed = () if other is None else _wordings(_column(record, other, "perturbed_column", place), other, place)
@@ -114,13 +135,27 @@ def _row(record: Mapping[str, Any], config: DataConfig, place: str, source: str)
 def _wordings(value: object, column: str, place: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(text, str) and text.strip() for text in value):
         raise DataError(f"{place}: {column} must be a list of texts, got {_short(value)}. Unset data.perturbed_column?")
+    for text in value:
+        _check_characters(text, column, place)
     return tuple(value)
 
 
 def _id(value: object, place: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
         raise DataError(f"{place}: an id must be text or an integer, got {_short(value)}. Unset data.id_column?")
+    _check_characters(str(value), "an id", place)
     return str(value)
+
+
+def _check_characters(text: str, column: str, place: str) -> None:
+    """JSON can spell half of a surrogate pair, which is no character: neither tokenizers nor files can write it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])
+        raise DataError(
+            f"{place}: {column} holds {half}, half a character. Write the whole pair, or remove it."
+        ) from error
 
 
 def _column(record: Mapping[str, Any], column: str, option: str, place: str) -> Any:
@@ -156,16 +191,24 @@ def _records(path: Path, config: DataConfig) -> Iterator[_Placed]:
     if not path.exists():
         raise DataError(f"{path}: no such file (relative paths start at {Path.cwd()}).")
     if not path.is_file() or path.suffix not in SUFFIXES:
-        raise DataError(f"{path}: not a problem file. Known kinds: {', '.join(SUFFIXES)}.")
+        folder = ", it is a folder" if path.is_dir() else ""
+        raise DataError(f"{path}: not a problem file{folder}. Known kinds: {', '.join(SUFFIXES)}.")
     return _parquet_records(path, config) if path.suffix == ".parquet" else _json_records(path)
 
 
 def _json_records(path: Path) -> Iterator[_Placed]:
     """Records of a JSON array or of JSON lines, told apart by the first character: both names are used for both."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: cannot be read as UTF-8 text ({error}).") from error
+        content = path.read_bytes()
+        text = content.decode("utf-8-sig")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error}).") from error
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1  # not of `content`: a byte order mark is cut off
+        raise DataError(
+            f"{path}:{line}: cannot be read as UTF-8 text (byte 0x{error.object[error.start]:02x}: {error.reason}). "
+            "Save the file as UTF-8."
+        ) from error
     if text.lstrip().startswith("["):
         items = _parse(text, str(path))
         yield from ((place, _object(item, place)) for place, item in _numbered(path, items))
@@ -186,6 +229,12 @@ def _parse(text: str, place: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise DataError(f"{place}: not JSON ({error.msg} at line {error.lineno}, column {error.colno}).") from error
+    except RecursionError as error:
+        raise DataError(f"{place}: lists or objects are nested too deeply to be read. Flatten or remove it.") from error
+    except ValueError as error:  # more digits than Python reads
+        raise DataError(
+            f"{place}: an integer is too long ({str(error).partition(';')[0]}). Write it as text."
+        ) from error
 
 
 def _object(item: object, place: str) -> Mapping[str, Any]:

@@ -40,7 +40,7 @@ def _check_json(file: Path) -> None:
     """A truncated file is found here, by name: the tokenizer library would raise a bare Exception."""
     try:
         json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{file}: damaged or unreadable ({error}). Copy it again.") from error
 
 

@@ -135,6 +135,50 @@ def test_bad_json_is_reported_with_its_line(tmp_path: Path) -> None:
     assert complaint(str(file)).startswith(": not JSON (")
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (r'{"problem": "a \ud800 b", "answer": "1"}', r"problem holds '\ud800', half a character."),
+        (r'{"problem": "a", "answer": ["\udc00"]}', r"answer holds '\udc00', half a character."),
+        (r'{"problem": "a", "answer": "1", "id": "\ud800"}', r"an id holds '\ud800', half a character."),
+        (r'{"problem": "a", "answer": "1", "id": "1", "other": ["\ud800"]}', r"other holds '\ud800'"),
+        pytest.param('{"problem": "a", "answer": ' + "9" * 6000 + "}", "an integer is too long (", id="digits"),
+        pytest.param('{"problem": ' + "[" * 100_000, "lists or objects are nested too deeply", id="deep"),
+    ],
+)
+def test_what_json_can_spell_but_no_file_can_mean_is_reported_with_its_line(
+    tmp_path: Path, line: str, words: str
+) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"problem": "q", "answer": "1", "id": "0", "other": []}\n' + line + "\n", encoding="utf-8")
+    columns = {"id_column": "id"} if '"id"' in line else {}
+    columns |= {"perturbed_column": "other"} if '"other"' in line else {}
+    assert complaint(str(file), DataConfig(**columns)).startswith(f":2: {words}")
+
+
+def test_an_array_nested_too_deeply_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("[" * 100_000, encoding="utf-8")
+    assert complaint(str(tmp_path / "a.json")).startswith(": lists or objects are nested too deeply")
+
+
+def test_a_line_in_another_encoding_is_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"problem": "p", "answer": "1"}\n{"problem": "caf\xe9"}\n')
+    assert complaint(str(tmp_path / "a.jsonl")).startswith(":2: cannot be read as UTF-8 text (byte 0xe9: ")
+
+
+def test_files_of_one_name_have_sources_of_their_own(tmp_path: Path) -> None:
+    def sources(*names: str) -> list[str]:
+        for name in names:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            write_lines(tmp_path / name, ROWS[:1])
+        return [row.source for row in read_files(tuple(str(tmp_path / name) for name in names), DataConfig())[0]]
+
+    assert sources("a/test.jsonl", "b/test.jsonl", "b/other.jsonl") == ["a/test", "b/test", "other"]
+    assert sources("a/x/t.jsonl", "b/x/t.jsonl", "b/y/t.jsonl") == ["a/x/t", "b/x/t", "y/t"]
+    assert sources("a/test.jsonl", "a/test.json") == ["test.jsonl", "test.json"]
+    assert sources("a/test.jsonl", "a/test.jsonl") == ["test", "test"]
+
+
 def test_lines_that_are_no_objects_are_refused(tmp_path: Path) -> None:
     assert ":1: expected a JSON object" in complaint(write_lines(tmp_path / "a.jsonl", [3]))
     file = tmp_path / "a.json"
@@ -155,7 +199,8 @@ def test_ids_must_be_text_or_integers(tmp_path: Path, value: object) -> None:
 
 def test_files_that_cannot_be_problem_files_are_refused(tmp_path: Path) -> None:
     assert "no such file" in complaint(str(tmp_path / "absent.jsonl"))
-    assert "not a problem file. Known kinds: .jsonl, .json, .parquet." in complaint(str(tmp_path))
+    assert "not a problem file, it is a folder. Known kinds: .jsonl, .json, .parquet." in complaint(str(tmp_path))
+    assert complaint("").startswith("'': not a problem file, the name is empty. Give a path")
     other = tmp_path / "a.csv"
     other.write_text("problem,answer\n", encoding="utf-8")
     assert "not a problem file" in complaint(str(other))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from capo_megatron.config import DataConfig
 from capo_megatron.data import load_data
+from capo_megatron.data.chain import chain_tokenizer
 from capo_megatron.data.perturbations import perturb
 from capo_megatron.errors import DataError
 from capo_megatron.rollout.collect import align
@@ -115,6 +116,14 @@ def test_a_column_gives_each_problem_its_own_number_of_wordings(tmp_path: Path) 
         file = written(tmp_path / "b.jsonl", problem=["one"], answer=["1"], other=[bad])
         with pytest.raises(DataError, match="other must be a list of texts"):
             load_data(replace(config, train=(file,)), tokenizer, seed=0)
+
+
+def test_wordings_that_a_tokenizer_of_characters_cannot_write_are_refused_with_what_to_use_instead() -> None:
+    config = DataConfig(task="chain", task_size=4, template="plain", perturbations=("typo", "suffix", "scenario"))
+    with pytest.raises(DataError, match=r"^data\.perturbations=\[typo, suffix, scenario\]: .* none for .*") as caught:
+        load_data(config, chain_tokenizer(), seed=0)
+    assert "Use data.perturbations=[typo, typo, typo]" in str(caught.value)
+    assert load_data(replace(config, perturbations=("typo", "typo")), chain_tokenizer(), seed=0).train
 
 
 # --- log-probs ------------------------------------------------------------------------------------------------------
