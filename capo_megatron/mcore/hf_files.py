@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -41,6 +42,9 @@ class WeightSource(Protocol):
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of one tensor, without reading it."""
 
+    def dtype(self, name: str) -> str:
+        """The dtype of one tensor as safetensors names it, e.g. BF16, without reading it."""
+
     def where(self, name: str) -> str:
         """Where this tensor is, or would be, for messages."""
 
@@ -60,12 +64,21 @@ class DictSource:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self.tensors[name].shape)
 
+    def dtype(self, name: str) -> str:
+        return _dtype_name(self.tensors[name].dtype)
+
     def where(self, name: str) -> str:
         return "weights in memory"
 
     def read(self, name: str, dim: int | None = None, start: int = 0, stop: int | None = None) -> Tensor:
         tensor = self.tensors[name]
         return tensor if dim is None else tensor[_span(dim, start, stop)]
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    """A floating-point dtype as safetensors names it; others by their own name."""
+    names = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+    return names.get(dtype, str(dtype))
 
 
 def _span(dim: int, start: int, stop: int | None) -> tuple[slice, ...]:
@@ -97,6 +110,8 @@ class DirectorySource:
                     )
         elif (self.directory / SINGLE).exists():
             self._files = dict.fromkeys(self._handle(SINGLE).keys(), SINGLE)
+        elif not self.directory.is_dir():
+            raise CheckpointError(f"{self.directory}: no such folder. Point to a Hugging Face directory.")
         else:
             raise CheckpointError(
                 f"{self.directory}: no {SINGLE} and no {INDEX}. "
@@ -109,6 +124,9 @@ class DirectorySource:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._handle(self._files[name]).get_slice(name).get_shape())
 
+    def dtype(self, name: str) -> str:
+        return str(self._handle(self._files[name]).get_slice(name).get_dtype())
+
     def where(self, name: str) -> str:
         return str(self.directory / self._files[name]) if name in self._files else str(self.directory)
 
@@ -119,8 +137,9 @@ class DirectorySource:
     def _read_index(self) -> dict[str, str]:
         path = self.directory / INDEX
         try:
-            files = {str(name): str(file) for name, file in json.loads(path.read_text())["weight_map"].items()}
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+            found = json.loads(path.read_text(encoding="utf-8"))["weight_map"].items()
+            files = {str(name): str(file) for name, file in found}
+        except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path}: not a safetensors index ({error!r}). Download it again.") from error
         for file in sorted(set(files.values())):
             if not (self.directory / file).exists():
@@ -213,9 +232,19 @@ def _write_config(folder: Path, shape: ModelShape, dtype: str, tokenizer_dir: Pa
             if (tokenizer_dir / name).exists():
                 shutil.copyfile(tokenizer_dir / name, folder / name)
         if (tokenizer_dir / "config.json").exists():
-            found = json.loads((tokenizer_dir / "config.json").read_text())
+            found = _special_ids(tokenizer_dir / "config.json")
             config |= {key: found[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in found}
     _write_json(folder / "config.json", config)
+
+
+def _special_ids(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise OSError(f"{path} is damaged: {error}") from error
+    if not isinstance(found, dict):
+        raise OSError(f"{path} holds a {type(found).__name__}, expected an object")
+    return found
 
 
 def hf_config(shape: ModelShape, dtype: str) -> dict[str, Any]:

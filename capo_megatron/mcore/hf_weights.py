@@ -20,11 +20,14 @@ from capo_megatron.mcore.runtime import Layout
 BUCKET_BYTES = 256 * 2**20  # gathered at one time by `stream_hf`; a larger tensor travels alone
 
 
+_DTYPES = ("F32", "BF16", "F16", "F64")  # others would be truncated, or need scales that are not read
+
+
 def load_hf(chunks: Sequence[GPTModel], shape: ModelShape, layout: Layout, source: WeightSource) -> None:
     """Fill this rank's parameters from Hugging Face tensors, reading only the rows and columns it needs.
 
-    Raises CheckpointError if a tensor is missing, has another shape, or is not part of such a model. Nothing is
-    changed then.
+    Raises CheckpointError if a tensor is missing, has another shape or no floating-point dtype, or is not part of such
+    a model: nothing is changed then. Also if one holds NaN or infinity, which only reading it can tell.
     """
     check_source(shape, source)
     mine = [slot for slot in slots(shape, layout) if slot.pp_rank == layout.pp_rank]
@@ -48,6 +51,11 @@ def check_source(shape: ModelShape, source: WeightSource) -> None:
         if source.shape(name) != wanted:
             raise CheckpointError(
                 f"{source.where(name)}: tensor {name} has shape {source.shape(name)}, but {shape.name} needs {wanted}."
+            )
+        if source.dtype(name) not in _DTYPES:
+            raise CheckpointError(
+                f"{source.where(name)}: tensor {name} has dtype {source.dtype(name)}, expected {' or '.join(_DTYPES)}. "
+                "Use weights that are not quantised."
             )
     # Old exports carry the rotary frequencies; a tied model may carry a second copy of its embedding.
     extra = {name for name in found - expected.keys() if not name.endswith("rotary_emb.inv_freq")} - {HEAD.name}
@@ -74,18 +82,28 @@ def _parameter(chunks: Sequence[GPTModel], slot: Slot) -> torch.nn.Parameter:
 def _read(slot: Slot, shape: ModelShape, layout: Layout, source: WeightSource) -> Tensor:
     rule = slot.rule
     if rule.cut is None:
-        return source.read(slot.parts[0])
+        return _finite(source, slot.parts[0], source.read(slot.parts[0]))
     pieces = []
     for name, local in zip(slot.parts, rule.piece_shapes(shape, layout.tensor), strict=True):
         size = local[rule.cut]
         start = layout.tp_rank * size
         stop = min(start + size, shape.vocab_size) if rule.vocabulary else start + size
-        piece = source.read(name, rule.cut, min(start, stop), stop)
+        piece = _finite(source, name, source.read(name, rule.cut, min(start, stop), stop))
         if piece.shape[rule.cut] < size:
             padding = piece.new_zeros(size - piece.shape[0], *piece.shape[1:])
             piece = torch.cat([piece, padding])
         pieces.append(piece)
     return rule.pack(pieces, shape)
+
+
+def _finite(source: WeightSource, name: str, tensor: Tensor) -> Tensor:
+    bad = tensor.numel() - int(torch.isfinite(tensor).sum())
+    if bad:
+        raise CheckpointError(
+            f"{source.where(name)}: tensor {name} has {bad} values that are NaN or infinite, of {tensor.numel()} read. "
+            "Download it again, or export the model from an earlier checkpoint."
+        )
+    return tensor
 
 
 @dataclass(frozen=True)
@@ -100,6 +118,9 @@ class RandomSource:
 
     def shape(self, name: str) -> tuple[int, ...]:
         return hf_shapes(self.model)[name]
+
+    def dtype(self, name: str) -> str:
+        return "F32"
 
     def where(self, name: str) -> str:
         return f"seed {self.seed}"

@@ -16,7 +16,7 @@ from capo_megatron.errors import CheckpointError
 from capo_megatron.mcore import hf_files
 from capo_megatron.mcore.hf_files import DictSource, DirectorySource, save_hf
 from capo_megatron.mcore.hf_table import QWEN2, Packing, hf_shapes, slots
-from capo_megatron.mcore.hf_weights import RandomSource, load_hf
+from capo_megatron.mcore.hf_weights import RandomSource, _read, load_hf
 from capo_megatron.mcore.model import ModelShape, read_shape
 from capo_megatron.mcore.runtime import Layout
 
@@ -106,6 +106,30 @@ def test_loading_names_a_tensor_of_another_shape() -> None:
         load_hf([], SHAPE, ALONE, DictSource(broken))
 
 
+@pytest.mark.parametrize(("dtype", "says"), [(torch.int32, "I32"), (torch.bool, "BOOL"), (torch.uint8, "U8")])
+def test_loading_refuses_a_tensor_of_another_kind_of_number(tmp_path: Path, dtype: torch.dtype, says: str) -> None:
+    broken = weights() | {"model.norm.weight": torch.ones(48, dtype=dtype)}
+    save_file(broken, tmp_path / "model.safetensors")
+    words = rf"model\.safetensors: tensor model\.norm\.weight has dtype {says}, expected F32 or BF16 or F16 or F64\."
+    with pytest.raises(CheckpointError, match=words):
+        load_hf([], SHAPE, ALONE, DirectorySource(tmp_path))
+    with pytest.raises(CheckpointError, match=r"weights in memory: tensor model\.norm\.weight has dtype torch\."):
+        load_hf([], SHAPE, ALONE, DictSource(broken))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"])
+def test_a_tensor_that_is_not_finite_is_named_with_its_file_where_it_is_read(
+    tmp_path: Path, name: str, bad: float
+) -> None:
+    tensors = weights()
+    tensors[name].view(-1)[3] = bad
+    source = DirectorySource(sharded(tmp_path, tensors))
+    [slot] = [slot for slot in slots(SHAPE, ALONE) if name in slot.parts]
+    with pytest.raises(CheckpointError, match=rf"[ab]\.safetensors: tensor {name} has 1 values that are NaN or inf"):
+        _read(slot, SHAPE, ALONE, source)
+
+
 def test_loading_refuses_weights_of_a_deeper_model() -> None:
     deeper = weights(replace(SHAPE, num_hidden_layers=5))
     with pytest.raises(CheckpointError, match=r"model\.layers\.4\.\S+ \(12 such\) has no place .* with 4 layers"):
@@ -128,6 +152,8 @@ def test_a_directory_of_one_file_gives_slices(tmp_path: Path) -> None:
 def test_a_directory_without_safetensors_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no model\.safetensors and no model\.safetensors\.index\.json"):
         DirectorySource(tmp_path)
+    with pytest.raises(CheckpointError, match=r"absent: no such folder\. Point to"):
+        DirectorySource(tmp_path / "absent")
 
 
 @pytest.mark.parametrize("keep", [0.9, 0.01, 0.0])
@@ -174,7 +200,10 @@ def test_an_index_that_names_a_tensor_its_file_lacks_is_refused(tmp_path: Path) 
         DirectorySource(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": []}'])
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", "{}", '{"weight_map": []}', pytest.param("[" * 100_000, id="deep"), pytest.param("9" * 6000, id="9")],
+)
 def test_a_damaged_index_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(content)
     with pytest.raises(CheckpointError, match="not a safetensors index"):
@@ -249,6 +278,15 @@ def test_a_failed_write_keeps_the_old_model_and_takes_the_whole_stream(tmp_path:
     assert taken == list(hf_shapes(SHAPE))
     assert torch.equal(DirectorySource(folder).read("lm_head.weight"), old["lm_head.weight"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "tokenizer"]
+
+
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_a_damaged_config_beside_the_tokenizer_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(
+        CheckpointError, match=r"model: cannot write .*config\.json (is damaged|holds a list)"
+    ):
+        save_hf(tmp_path / "model", SHAPE, weights().items(), tmp_path)
 
 
 def test_a_target_that_cannot_be_created_is_named_and_the_stream_is_taken(tmp_path: Path) -> None:
