@@ -6,6 +6,7 @@ torch, nor `types`, which does; a user's function that returns a Grade has impor
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import inspect
@@ -123,19 +124,36 @@ def user_scorer(path: str) -> Scorer:
 
 def _imported(path: str) -> Callable[..., Any]:
     source, _, name = path.rpartition(":")
-    module = _module_from_file(path, Path(source)) if source.endswith(".py") else importlib.import_module(source)
+    module = _module_from_file(path, Path(source)) if source.endswith(".py") else _module(path, source)
     function = vars(module).get(name)
     if not callable(function):
-        raise RewardError(f"reward.kind={path}: {source} has no function {name!r}.")
+        near = difflib.get_close_matches(name, [known for known, value in vars(module).items() if callable(value)], n=1)
+        advice = f"Did you mean {near[0]}?" if near else f"Define {name}(problem, response) there."
+        raise RewardError(f"reward.kind={path}: {source} has no function {name!r}. {advice}")
     if not inspect.isclass(function) and not _takes_two(function):
-        raise RewardError(f"reward.kind={path}: the function must be callable as {name}(problem, response).")
+        raise RewardError(
+            f"reward.kind={path}: the function must be callable as {name}(problem, response). "
+            "Name another, or write one in Python that calls it."
+        )
     return function
+
+
+def _module(path: str, name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):  # its own import fails: that is for it to say
+            raise
+        raise RewardError(
+            f"reward.kind={path}: there is no module {error.name!r}. Install it, put its folder into PYTHONPATH, or "
+            "give a file: /dir/file.py:function."
+        ) from error
 
 
 def _module_from_file(path: str, file: Path) -> Any:
     spec = importlib.util.spec_from_file_location(file.stem, file)
     if spec is None or spec.loader is None or not file.is_file():
-        raise RewardError(f"reward.kind={path}: there is no Python file {file}.")
+        raise RewardError(f"reward.kind={path}: there is no Python file {file}. Give its path from here on.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[file.stem] = module  # dataclasses and pickles of the module look it up there
     spec.loader.exec_module(module)
@@ -145,7 +163,7 @@ def _module_from_file(path: str, file: Path) -> Any:
 def _takes_two(function: Callable[..., Any]) -> bool:
     try:
         inspect.signature(function).bind(None, None)
-    except TypeError:
+    except (TypeError, ValueError):  # ValueError: a function in C that does not tell its arguments
         return False
     return True
 

@@ -341,7 +341,11 @@ def test_a_user_function_that_cannot_be_used_fails_at_the_start(user_file: Path,
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("no_such_module:f", "No module named 'no_such_module'"),
+        ("no_such_module:f", r"there is no module 'no_such_module'\. Install it, put its folder into PYTHONPATH, or"),
+        ("os.nope.deeper:f", r"there is no module 'os\.nope'|there is no module 'os\.nope\.deeper'"),
+        ("time:sleep", r"must be callable as sleep\(problem, response\)\. Name another, or"),
+        ("os:zzqqzz", r"os has no function 'zzqqzz'\. Define zzqqzz\(problem, response\) there\."),
+        ("os:getpidd", r"os has no function 'getpidd'\. Did you mean getpid\?"),
         ("/no/such/file.py:f", "no Python file /no/such/file.py"),
     ],
 )
