@@ -94,7 +94,7 @@ def test_a_split_hardly_changes_when_problems_are_added(tmp_path: Path) -> None:
 
 def test_a_split_must_leave_something_to_train_on(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", numbered(3))
-    with pytest.raises(DataError, match=r"data.validation_size=3: only 3 problems"):
+    with pytest.raises(DataError, match=r"data.validation_size=3: there are only 3 problems"):
         load_data(plain(train=(file,), validation_size=3), TOKENIZER, seed=0)
 
 
