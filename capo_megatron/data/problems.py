@@ -204,9 +204,9 @@ def _json_records(path: Path) -> Iterator[_Placed]:
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error}).") from error
     except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1  # not of `content`: a byte order mark is cut off
+        number = error.object[: error.start].count(b"\n") + 1  # not of `content`: a byte order mark is cut off
         raise DataError(
-            f"{path}:{line}: cannot be read as UTF-8 text (byte 0x{error.object[error.start]:02x}: {error.reason}). "
+            f"{path}:{number}: cannot be read as UTF-8 text (byte 0x{error.object[error.start]:02x}: {error.reason}). "
             "Save the file as UTF-8."
         ) from error
     if text.lstrip().startswith("["):

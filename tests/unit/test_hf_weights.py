@@ -283,9 +283,7 @@ def test_a_failed_write_keeps_the_old_model_and_takes_the_whole_stream(tmp_path:
 @pytest.mark.parametrize("content", ["{", "[]"])
 def test_a_damaged_config_beside_the_tokenizer_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(
-        CheckpointError, match=r"model: cannot write .*config\.json (is damaged|holds a list)"
-    ):
+    with pytest.raises(CheckpointError, match=r"model: cannot write .*config\.json (is damaged|holds a list)"):
         save_hf(tmp_path / "model", SHAPE, weights().items(), tmp_path)
 
 
