@@ -100,7 +100,7 @@ def _finite(source: WeightSource, name: str, tensor: Tensor) -> Tensor:
     bad = tensor.numel() - int(torch.isfinite(tensor).sum())
     if bad:
         raise CheckpointError(
-            f"{source.where(name)}: tensor {name} has {bad} values that are NaN or infinite, of {tensor.numel()} read. "
+            f"{source.where(name)}: tensor {name}: {bad} of the {tensor.numel()} values read are NaN or infinite. "
             "Download it again, or export the model from an earlier checkpoint."
         )
     return tensor
