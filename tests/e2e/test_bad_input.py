@@ -168,7 +168,7 @@ def test_commands_that_make_no_sense(
             ["data.train=[good.jsonl]", "data.answer_column=solution"],
             r'good\.jsonl:1: no column "solution"\. Columns here: answer, problem\. Set data\.answer_column',
         ),
-        (["data.train=[good.jsonl]", "data.validation_size=10"], r"data\.validation_size=10: only 10 problems"),
+        (["data.train=[good.jsonl]", "data.validation_size=10"], r"data\.validation_size=10: there are only 10"),
         (
             ["data.train=[good.jsonl]", "data.max_prompt_tokens=3"],
             r"all 10 prompts are longer, the shortest has 4 tokens",
