@@ -98,8 +98,8 @@ def read_shape(directory: str | Path) -> ModelShape:
         found = json.loads(path.read_text())
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file. Point to a Hugging Face model directory.") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: not valid JSON ({error}). Download it again.") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON ({error}). Download it again.") from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{path}: holds a {type(found).__name__}, expected an object. Download it again.")
     _refuse_unsupported(found, path)

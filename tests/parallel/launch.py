@@ -30,7 +30,6 @@ PRELOAD = (
     "megatron.core.pipeline_parallel",
     "megatron.core.dist_checkpointing",
     "megatron.core.models.gpt",
-    "capo_megatron.assemble",
 )
 
 
@@ -114,6 +113,7 @@ def _rank(
     import torch
 
     torch.set_num_threads(1)
+    faulthandler.enable()
     faulthandler.dump_traceback_later(max(1.0, timeout_s - 1.0), file=sys.stderr)
     try:
         message = pickle.dumps((False, function(*args)))
