@@ -2,8 +2,8 @@
 
 Exit codes: 0 done; 2 an error that the user can mend (one line on stderr); 1 a bug (traceback); 128 + n ended by signal
 n, e.g. 143 after SIGTERM, on which training finishes its step and saves (as on Ctrl-C and on a closed terminal), or 137
-if a rank was killed. The same command then continues. This is the only file that parses arguments or sets exit codes. Imports are late, so that `--help` and
-`doctor` answer at once.
+if a rank was killed. The same command then continues. This is the only file that parses arguments or sets exit codes.
+Imports are late, so that `--help` and `doctor` answer at once.
 """
 
 from __future__ import annotations

@@ -164,7 +164,9 @@ def test_a_config_that_would_compute_something_else_is_refused(
         read_shape(written(tmp_path, **changes))
 
 
-@pytest.mark.parametrize(("content", "message"), [(None, "no such file"), ("{", "cannot be read as JSON"), ("[]", "a list")])
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "no such file"), ("{", "cannot be read as JSON"), ("[]", "a list")]
+)
 def test_a_missing_or_damaged_config_is_named(tmp_path: Path, content: str | None, message: str) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
