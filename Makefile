@@ -17,9 +17,8 @@ export TOKENIZERS_PARALLELISM ?= false
 quickstart: $(VENV)/.installed
 	$(BIN)/python examples/quickstart.py
 
-# In the order of the folders: the long files of tests/e2e come first, and nobody waits for them in the end.
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not gpu" tests
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" tests
 
 # The parallel tests on Python 3.12 with the Megatron-core release that GPU images carry.
 test-latest: $(LATEST)/.installed
