@@ -371,7 +371,7 @@ def test_importing_the_adapter_needs_torch_alone():
         "    sys.modules[name] = None\n"
         "import capo_megatron.adapters.nemo_aligner, capo_megatron.adapters.nemo_aligner_prompts\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_advantages_of_a_step_without_any_verdict_are_zero():
