@@ -64,7 +64,11 @@ class ReferencePenalty:
 
 
 def with_penalty(config: SurrogateConfig, reward: Reward) -> Reward:
-    """`reward`, less the KL to the reference model if the config puts that into the reward."""
+    """`reward`, less the KL to the reference model if the config puts that into the reward.
+
+    In a group of equal rewards the penalties are all that differ, and a division by their deviation makes advantages of
+    order 1 of them, rounding included. `scale_by_std: false` or `kl_in: loss` does not.
+    """
     if not _in_reward(config):
         return reward
     penalty = ReferencePenalty(config.beta, config.kl)
