@@ -1,4 +1,4 @@
-"""The command line: `capo-megatron train | sample | eval | check | doctor`.
+"""The command line: `capo-megatron train | sample | eval | check | convert | doctor`.
 
 Exit codes: 0 done; 2 an error that the user can mend (one line on stderr); 1 a bug (traceback); 128 + n ended by signal
 n, e.g. 143 after SIGTERM, on which training finishes its step and saves (as on Ctrl-C and on a closed terminal), or 137
@@ -9,52 +9,53 @@ Imports are late, so that `--help` and `doctor` answer at once.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import hashlib
 import logging
 import os
+import re
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from capo_megatron.errors import CapoError, ConfigError
+from capo_megatron.launch import (
+    ENDED_BY,
+    end_with_the_launcher,
+    explained_by_another_rank,
+    first_to_say,
+    start_ranks,
+    started_here,
+)
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore
-
     from capo_megatron.config import RunConfig
 
-_ENDED_BY = 128  # plus a signal's number: the exit code of what it ended
-_STOP_S = "3600"  # that ranks have to finish their step and save, before the launcher kills them
-_AFTERMATH_S = 10.0  # after which a rank that ends was ended by the launcher
-_LAUNCH = "capo-megatron-"  # begins the run id of ranks that --nproc starts
 _MOST = 100_000  # of samples per problem, or problems, that a flag may ask for
-_PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
-_PATIENCE_S = 5.0  # how long ranks wait for a word of each other when something went wrong
+_SHOWN = 10  # differing tensors that are named
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}  # of sizes in bytes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     options = _options(arguments)
-    if _started_here():
-        _end_with_the_launcher()
+    if started_here():
+        end_with_the_launcher()
     try:
         return options.run(options)
     except CapoError as error:
-        if _first_to_say(str(error)):
+        if first_to_say(str(error)):
             print(f"capo-megatron: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 2
     except RuntimeError:  # how the loss of another rank looks from here
-        if _explained_by_another_rank():
+        if explained_by_another_rank():
             return 2
         raise
     except KeyboardInterrupt:
-        _first_to_say("interrupted")  # so that no rank that this one leaves behind takes it for a bug
-        return _ENDED_BY + signal.SIGINT
+        first_to_say("interrupted")  # so that no rank that this one leaves behind takes it for a bug
+        return ENDED_BY + signal.SIGINT
 
 
 def _options(arguments: list[str]) -> argparse.Namespace:
@@ -111,8 +112,54 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--benchmark", action="append", help="a problem file to evaluate on (may be repeated)")
     evaluate.add_argument("--output", type=Path, help="records file (default: eval/ in the run's folder)")
 
+    _add_convert(commands.add_parser("convert", help=(what := "weights between formats, checked"), description=what))
+
     command("doctor", _doctor, "show versions and devices; exit 2 on a combination known to be bad")
     return parser
+
+
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: object, summary: str, *paths: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=summary, description=summary)
+        added.set_defaults(run=run)
+        for path in paths:
+            added.add_argument(path.lower(), metavar=path, type=Path)
+        return added
+
+    def converting(added: argparse.ArgumentParser) -> None:
+        added.add_argument("--dtype", help="float32, bfloat16 or float16 (default: as it is)")
+        added.add_argument("--strict", action="store_true", help="refuse NaN and infinity instead of warning")
+        added.add_argument("--nproc", type=int, help="ranks on this machine that share the tensors")
+
+    def foreign(added: argparse.ArgumentParser) -> None:
+        added.add_argument("--config", type=Path, help="Hugging Face directory that describes a foreign checkpoint")
+        added.add_argument(
+            "--trust-pickle", action="store_true", help="unpickle what its author put into SRC: runs code"
+        )
+
+    converting(
+        command("hf-to-megatron", _to_megatron, "write a Megatron dist-checkpoint, for any layout", "SRC", "DST")
+    )
+    back = command("megatron-to-hf", _to_hf, "write a Hugging Face directory of any Megatron checkpoint", "SRC", "DST")
+    converting(back)
+    foreign(back)
+    back.add_argument("--max-shard-size", type=_size, default="5G", help="of a safetensors file, e.g. 5G (default)")
+    verify = command(
+        "verify", _verify, "compare two checkpoints of any format bit by bit; exit 2 if they differ", "A", "B"
+    )
+    verify.add_argument("--logits", action="store_true", help="also run both models on random tokens")
+    foreign(verify)
+    foreign(command("inspect", _inspect, "show what is in a checkpoint of any format", "PATH"))
+
+
+def _size(text: str) -> int:
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?)B?", text.strip().upper())
+    size = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of bytes such as 5G or 500MB")
+    return size
 
 
 def _count(text: str) -> int:
@@ -131,11 +178,11 @@ def _count(text: str) -> int:
 def _train(options: argparse.Namespace) -> int:
     config = _load(options)
     if _starts_ranks(options):
-        return _start_ranks(options.nproc, options.arguments)
+        return start_ranks(options.nproc, options.arguments)
     from capo_megatron.assemble import run_training
 
     reached = run_training(config, _say)
-    return 0 if reached >= config.train.steps else _ENDED_BY + signal.SIGTERM
+    return 0 if reached >= config.train.steps else ENDED_BY + signal.SIGTERM
 
 
 def _check(options: argparse.Namespace) -> int:
@@ -150,7 +197,7 @@ def _check(options: argparse.Namespace) -> int:
 def _sample(options: argparse.Namespace) -> int:
     config = _load(options, training=False)
     if _starts_ranks(options):
-        return _start_ranks(options.nproc, options.arguments)
+        return start_ranks(options.nproc, options.arguments)
     from capo_megatron.assemble import SamplingRequest, run_sampling
 
     request = SamplingRequest(
@@ -167,7 +214,7 @@ def _sample(options: argparse.Namespace) -> int:
 def _eval(options: argparse.Namespace) -> int:
     config = _load(options, training=False)
     if _starts_ranks(options):
-        return _start_ranks(options.nproc, options.arguments)
+        return start_ranks(options.nproc, options.arguments)
     from capo_megatron.assemble import EvaluationRequest, run_evaluation
 
     request = EvaluationRequest(
@@ -191,6 +238,100 @@ def _doctor(_: argparse.Namespace) -> int:
     return report.exit_code
 
 
+# --- converting -------------------------------------------------------------------------------------------------------
+
+
+def _to_megatron(options: argparse.Namespace) -> int:
+    from capo_megatron.weights.convert import hf_to_megatron
+
+    return _converted(options, hf_to_megatron, dtype=options.dtype, strict=options.strict)
+
+
+def _to_hf(options: argparse.Namespace) -> int:
+    from capo_megatron.weights.convert import megatron_to_hf
+
+    return _converted(
+        options,
+        megatron_to_hf,
+        config=options.config,
+        dtype=options.dtype,
+        max_shard_bytes=options.max_shard_size,
+        strict=options.strict,
+        trust_pickle=_trusts(options),
+    )
+
+
+def _converted(options: argparse.Namespace, convert: Callable[..., object], **how: object) -> int:
+    if options.nproc is not None and options.nproc < 1:
+        raise ConfigError(f"--nproc {options.nproc}: at least one rank is needed.")
+    if _starts_ranks(options):
+        return start_ranks(options.nproc, options.arguments)
+    from capo_megatron.weights import ranks
+
+    with ranks.start() as team:
+        say = _say if team.rank == 0 else lambda _: None
+        with _progress(team.rank == 0) as progress:
+            summary = convert(options.src, options.dst, team=team, say=say, progress=progress, **how)
+        say(str(summary))
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from capo_megatron.weights.checkpoint import open_checkpoint
+    from capo_megatron.weights.compare import compare
+
+    a, b = (_opened(path, options, open_checkpoint) for path in (options.a, options.b))
+    with _progress(True) as progress:
+        found = compare(a, b, progress)
+    for name, reason in found.differences[:_SHOWN]:
+        _say(f"{name}: {reason}")
+    if len(found.differences) > _SHOWN:
+        _say(f"... and {len(found.differences) - _SHOWN} more")
+    _say(str(found))
+    if options.logits:
+        from capo_megatron.mcore.logits import compare_logits
+
+        gap = compare_logits(a, b)
+        _say(f"logits on random tokens: they differ by {gap:.3g} at most")
+    return 2 if found.differences else 0
+
+
+def _opened(path: Path, options: argparse.Namespace, open_checkpoint: Callable[..., object]) -> Any:
+    from capo_megatron.weights.checkpoint import kind_of, locate
+
+    foreign = kind_of(locate(path)) != "huggingface"
+    return open_checkpoint(path, options.config if foreign else None, _trusts(options))
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    from capo_megatron.weights.inspect import inspect
+
+    for line in inspect(options.path, _trusts(options)):
+        _say(line)
+    return 0
+
+
+def _trusts(options: argparse.Namespace) -> bool:
+    if options.trust_pickle and not started_here():
+        print("warning: --trust-pickle runs whatever code the checkpoint's author put into it", file=sys.stderr)
+    return bool(options.trust_pickle)
+
+
+@contextmanager
+def _progress(shown: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar with bytes, speed and time left, on a terminal."""
+    if not shown or not sys.stderr.isatty():
+        yield lambda _, __: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
 # --- targets and ranks ------------------------------------------------------------------------------------------------
 
 
@@ -198,7 +339,7 @@ def _load(options: argparse.Namespace, training: bool = True) -> RunConfig:
     """The config of a YAML file, of a run's folder, or around a Hugging Face directory; checked for these ranks."""
     from capo_megatron.config import around_model, load
 
-    if _started_here() or os.environ.get("RANK", "0") != "0":
+    if started_here() or os.environ.get("RANK", "0") != "0":
         logging.getLogger("capo_megatron.config").setLevel(logging.ERROR)  # another process has shown the warnings
     target: Path = options.target
     if _is_run(target):  # it may have been moved, and the paths in it start at another folder
@@ -240,115 +381,5 @@ def _starts_ranks(options: argparse.Namespace) -> bool:
     return options.nproc is not None and "RANK" not in os.environ
 
 
-def _start_ranks(count: int, arguments: Sequence[str]) -> int:
-    """Run this command on `count` local ranks under torch's elastic launcher; its exit code."""
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    for name in logging.root.manager.loggerDict:
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # the failing rank has said it
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _STOP_S)
-    launch = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=count,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        run_id=f"{_LAUNCH}{os.getpid()}",
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
-    try:
-        elastic_launch(launch, sys.executable)("-m", "capo_megatron", *arguments)
-    except SignalException as stop:
-        return _ENDED_BY + stop.sigval
-    except ChildFailedError as error:
-        began = min(failure.timestamp for failure in error.failures.values())
-        found = {rank: (failure.exitcode, failure.timestamp - began) for rank, failure in error.failures.items()}
-        return _blame(found)
-    return 0
-
-
-def _blame(failures: Mapping[int, tuple[int, float]]) -> int:
-    """The exit code of a run, from the exit code of each rank that failed and the seconds since the first one did."""
-    early = {rank: code for rank, (code, seconds) in failures.items() if seconds < _AFTERMATH_S}
-    if 2 in early.values():  # one line has been said, whoever was first
-        return 2
-    killed = [rank for rank, code in early.items() if code < 0 and code != -signal.SIGTERM]
-    if not killed:
-        code = next(iter(early.values()))
-        return code if code > 0 else _ENDED_BY - code
-    name = signal.Signals(-early[killed[0]]).name
-    print(
-        f"capo-megatron: rank {killed[0]} was killed by {name}{' (out of memory?)' if name == 'SIGKILL' else ''}; what "
-        "other ranks say is a consequence. The same command again continues training from the newest checkpoint.",
-        file=sys.stderr,
-        flush=True,
-    )
-    return _ENDED_BY - early[killed[0]]
-
-
-def _started_here() -> bool:
-    """Whether this process is a rank that `_start_ranks` started."""
-    return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(_LAUNCH)
-
-
-def _end_with_the_launcher() -> None:
-    """Have the kernel send SIGTERM when the launcher dies, however it dies: a rank then finishes its step and saves.
-
-    Linux only; elsewhere ranks of a launcher that was killed go on to the end, as under plain torchrun.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    launcher = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
-    if os.getppid() != launcher:  # it died in between
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
 def _say(text: str) -> None:
     print(text, flush=True)
-
-
-def _first_to_say(message: str) -> bool:
-    """Whether no other rank has printed this message: all of them usually find the same mistake."""
-    store = _rank_store()
-    if store is None:  # better too often than not at all
-        return True
-    store.add(_said(), 1)
-    return store.add(_said(message), 1) == 1
-
-
-def _explained_by_another_rank() -> bool:
-    """Whether another rank says within a few seconds what ended the run."""
-    store = _rank_store()
-    if store is None:
-        return False
-    try:
-        store.wait([_said()], timedelta(seconds=_PATIENCE_S))
-    except RuntimeError:  # nobody has said anything
-        return False
-    return True
-
-
-def _said(message: str = "") -> str:
-    """The key under which ranks note that they printed a message, or any."""
-    digest = hashlib.sha256(message.encode()).hexdigest() if message else "any"
-    return f"capo_megatron/said/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{digest}"
-
-
-def _rank_store() -> TCPStore | None:
-    """The launcher's store, through which ranks talk even where no process group exists; None if there is none."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return None
-    from torch.distributed import TCPStore
-
-    try:
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_PATIENCE_S))
-    except (RuntimeError, KeyError, ValueError):  # it is gone or was never there
-        return None

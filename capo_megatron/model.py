@@ -5,20 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase, Qwen2Config
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from capo_megatron.config import RunConfig
 from capo_megatron.data import check_tokenizer, make_task, stop_ids, tokenizer_for
 from capo_megatron.errors import CheckpointError
 from capo_megatron.mcore.checkpoint import DistCheckpointStore
-from capo_megatron.mcore.hf_files import DirectorySource, WeightSource, hf_config
-from capo_megatron.mcore.hf_weights import RandomSource, check_source
-from capo_megatron.mcore.model import DTYPES, ModelShape, check_layout, read_shape
+from capo_megatron.mcore.model import DTYPES, check_layout
 from capo_megatron.mcore.policy import MegatronPolicy
 from capo_megatron.mcore.runtime import Runtime
 from capo_megatron.rollout.transformers import TransformersEngine
 from capo_megatron.seams import SamplingParams
 from capo_megatron.warmup import Base, Say
+from capo_megatron.weights.checkpoint import open_checkpoint
+from capo_megatron.weights.shape import ModelShape, hf_config, read_shape
+from capo_megatron.weights.sources import RandomSource, WeightSource, check_source
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Model:
         if self.base is not None and self.base.is_made():
             sources = [self.base.weights()]
         if self.config.model.reference is not None:
-            sources.append(DirectorySource(Path(self.config.model.reference)))
+            sources.append(_weights_at(self.config.model.reference))
         for source in sources:
             check_source(self.shape, source)
 
@@ -68,7 +69,7 @@ class Model:
         """The model as a policy, with its reference: frozen, or the start of a moving average."""
         policy = self._bare_policy(team, optimizer_steps, averaged_reference)
         reference = self.config.model.reference
-        policy.load(weights if reference is None else DirectorySource(Path(reference)))
+        policy.load(weights if reference is None else _weights_at(reference))
         policy.freeze_reference()
         if reference is not None:
             policy.load(weights)
@@ -77,7 +78,8 @@ class Model:
     def engine(self, team: Runtime) -> TransformersEngine:
         """An engine of this shape, without weights; the ranks share the problems."""
         dtype = self.config.model.dtype
-        config = Qwen2Config(**hf_config(self.shape, dtype))
+        described = hf_config(self.shape, dtype)
+        config = AutoConfig.for_model(described.pop("model_type"), **described)
         share = (team.rank, team.size)
         return TransformersEngine(config, self.tokenizer, DTYPES[dtype], self.config.rollout.batch_size, share)
 
@@ -99,7 +101,7 @@ class Model:
 
     def _start(self) -> WeightSource:
         config = self.config
-        return DirectorySource(Path(config.model.path)) if config.model.path else RandomSource(self.shape, config.seed)
+        return _weights_at(config.model.path) if config.model.path else RandomSource(self.shape, config.seed)
 
     def _bare_policy(self, team: Runtime, optimizer_steps: int = 1, averaged_reference: bool = False) -> MegatronPolicy:
         config = self.config
@@ -118,6 +120,11 @@ class Model:
         engine = self.engine(team)
         engine.load_weights(policy.hf_weights(), policy.version)
         return engine
+
+
+def _weights_at(path: str) -> WeightSource:
+    """The weights of a Hugging Face directory, or of a converted one; checked against its manifest as they are read."""
+    return open_checkpoint(path).checked()
 
 
 def shape_of(config: RunConfig) -> ModelShape:

@@ -20,14 +20,16 @@ from capo_megatron.algorithms.equations import reduction_weights
 from capo_megatron.config import RunConfig, TrainConfig, WarmupConfig
 from capo_megatron.data import Task, encode, make_task
 from capo_megatron.errors import ConfigError
-from capo_megatron.mcore.hf_files import DirectorySource, WeightSource, save_hf
-from capo_megatron.mcore.model import DTYPES, ModelShape
+from capo_megatron.mcore.model import DTYPES
 from capo_megatron.mcore.policy import MegatronPolicy
 from capo_megatron.mcore.runtime import Runtime
 from capo_megatron.rollout.proof import batch_from_sequences
 from capo_megatron.runlog import writing
 from capo_megatron.seams import Policy
 from capo_megatron.types import PolicyOutputs, Signals, TokenLoss, TrainBatch
+from capo_megatron.weights.huggingface import DirectorySource, save_hf
+from capo_megatron.weights.shape import ModelShape
+from capo_megatron.weights.sources import WeightSource
 
 Say = Callable[[str], None]  # shows a line to the user
 

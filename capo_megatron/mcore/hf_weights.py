@@ -1,8 +1,7 @@
-"""Weights between Hugging Face tensors and the ranks' parameters, both ways, through the table of `hf_table`."""
+"""Weights between Hugging Face tensors and the ranks' parameters, both ways, through `weights.table`."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,16 +10,51 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from capo_megatron.errors import CheckpointError
-from capo_megatron.mcore.hf_files import WeightSource
-from capo_megatron.mcore.hf_table import EMBEDDING, HEAD, Home, Rule, Slot, hf_shapes, slots
-from capo_megatron.mcore.model import ModelShape
 from capo_megatron.mcore.runtime import Layout
+from capo_megatron.weights.shape import ModelShape
+from capo_megatron.weights.sources import RandomSource, WeightSource, check_source, finite
+from capo_megatron.weights.table import EMBEDDING, Home, Place, Rule, places
 
 BUCKET_BYTES = 256 * 2**20  # gathered at one time by `stream_hf`; a larger tensor travels alone
 
 
-_DTYPES = ("F32", "BF16", "F16", "F64")  # others would be truncated, or need scales that are not read
+@dataclass(frozen=True)
+class Slot:
+    """A parameter's place in the model and on the ranks: the pipeline rank and chunk that hold it."""
+
+    place: Place
+    pp_rank: int
+    chunk: int
+    index: int | None = None  # its layer, counted within the chunk
+
+    @property
+    def rule(self) -> Rule:
+        return self.place.rule
+
+    @property
+    def parts(self) -> list[str]:
+        """The Hugging Face names of its parts."""
+        return self.place.parts
+
+    @property
+    def names(self) -> list[str]:
+        """What the parameter may be called in its chunk."""
+        prefix = "" if self.index is None else f"decoder.layers.{self.index}."
+        return [prefix + name for name in self.rule.names]
+
+
+def slots(shape: ModelShape, layout: Layout) -> list[Slot]:
+    """Every parameter of the model in the order of computation, once each: a tied head is the embedding."""
+    per_chunk = shape.num_hidden_layers // (layout.pipeline * layout.virtual)
+    found = []
+    for place in places(shape):
+        if place.layer is None:
+            first = place.rule.home is Home.EMBEDDING
+            found.append(Slot(place, *((0, 0) if first else (layout.pipeline - 1, layout.virtual - 1))))
+        else:
+            stage, index = divmod(place.layer, per_chunk)
+            found.append(Slot(place, stage % layout.pipeline, stage // layout.pipeline, index))
+    return found
 
 
 def load_hf(chunks: Sequence[GPTModel], shape: ModelShape, layout: Layout, source: WeightSource) -> None:
@@ -33,38 +67,13 @@ def load_hf(chunks: Sequence[GPTModel], shape: ModelShape, layout: Layout, sourc
     mine = [slot for slot in slots(shape, layout) if slot.pp_rank == layout.pp_rank]
     if shape.tie_word_embeddings and layout.is_last_stage and layout.pipeline > 1:
         copy = Rule(Home.END, ("output_layer.weight",), (EMBEDDING,), cut=0, vocabulary=True)
-        mine.append(Slot(copy, layout.pp_rank, layout.virtual - 1))
+        mine.append(Slot(Place(copy), layout.pp_rank, layout.virtual - 1))
     filled = set()
     for slot in mine:
         parameter = _parameter(chunks, slot)
         parameter.data.copy_(_read(slot, shape, layout, source))
         filled.add(parameter)
     assert filled == {parameter for chunk in chunks for parameter in chunk.parameters()}, "a parameter has no rule"
-
-
-def check_source(shape: ModelShape, source: WeightSource) -> None:
-    expected = hf_shapes(shape)
-    found = source.names()
-    for name, wanted in expected.items():
-        if name not in found:
-            raise CheckpointError(f"{source.where(name)}: tensor {name} is missing. {shape.name} needs it.")
-        if source.shape(name) != wanted:
-            raise CheckpointError(
-                f"{source.where(name)}: tensor {name} has shape {source.shape(name)}, but {shape.name} needs {wanted}."
-            )
-        if source.dtype(name) not in _DTYPES:
-            raise CheckpointError(
-                f"{source.where(name)}: tensor {name} has dtype {source.dtype(name)}, expected {' or '.join(_DTYPES)}. "
-                "Use weights that are not quantised."
-            )
-    # Old exports carry the rotary frequencies; a tied model may carry a second copy of its embedding.
-    extra = {name for name in found - expected.keys() if not name.endswith("rotary_emb.inv_freq")} - {HEAD.name}
-    if extra:
-        name = min(extra)
-        raise CheckpointError(
-            f"{source.where(name)}: tensor {name} ({len(extra)} such) has no place in {shape.name} with "
-            f"{shape.num_hidden_layers} layers. The weights belong to another model than config.json."
-        )
 
 
 def _parameter(chunks: Sequence[GPTModel], slot: Slot) -> torch.nn.Parameter:
@@ -82,60 +91,18 @@ def _parameter(chunks: Sequence[GPTModel], slot: Slot) -> torch.nn.Parameter:
 def _read(slot: Slot, shape: ModelShape, layout: Layout, source: WeightSource) -> Tensor:
     rule = slot.rule
     if rule.cut is None:
-        return _finite(source, slot.parts[0], source.read(slot.parts[0]))
+        return finite(source, slot.parts[0], source.read(slot.parts[0]))
     pieces = []
     for name, local in zip(slot.parts, rule.piece_shapes(shape, layout.tensor), strict=True):
         size = local[rule.cut]
         start = layout.tp_rank * size
         stop = min(start + size, shape.vocab_size) if rule.vocabulary else start + size
-        piece = _finite(source, name, source.read(name, rule.cut, min(start, stop), stop))
+        piece = finite(source, name, source.read(name, rule.cut, min(start, stop), stop))
         if piece.shape[rule.cut] < size:
             padding = piece.new_zeros(size - piece.shape[0], *piece.shape[1:])
             piece = torch.cat([piece, padding])
         pieces.append(piece)
     return rule.pack(pieces, shape)
-
-
-def _finite(source: WeightSource, name: str, tensor: Tensor) -> Tensor:
-    bad = tensor.numel() - int(torch.isfinite(tensor).sum())
-    if bad:
-        raise CheckpointError(
-            f"{source.where(name)}: tensor {name}: {bad} of the {tensor.numel()} values read are NaN or infinite. "
-            "Download it again, or export the model from an earlier checkpoint."
-        )
-    return tensor
-
-
-@dataclass(frozen=True)
-class RandomSource:
-    """Seeded random weights: every tensor is drawn by itself, so they do not depend on the layout."""
-
-    model: ModelShape
-    seed: int
-
-    def names(self) -> set[str]:
-        return set(hf_shapes(self.model))
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return hf_shapes(self.model)[name]
-
-    def dtype(self, name: str) -> str:
-        return "F32"
-
-    def where(self, name: str) -> str:
-        return f"seed {self.seed}"
-
-    def read(self, name: str, dim: int | None = None, start: int = 0, stop: int | None = None) -> Tensor:
-        shape = self.shape(name)
-        if name.endswith("norm.weight"):
-            whole = torch.ones(shape)
-        elif name.endswith("bias"):
-            whole = torch.zeros(shape)
-        else:
-            key = hashlib.sha256(f"{self.seed} {name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "little"))
-            whole = torch.empty(shape).normal_(0.0, self.model.initializer_range, generator=generator)
-        return whole if dim is None else whole.narrow(dim, start, (shape[dim] if stop is None else stop) - start)
 
 
 def init_random(chunks: Sequence[GPTModel], shape: ModelShape, layout: Layout, seed: int) -> None:

@@ -9,8 +9,8 @@ import torch
 
 from capo_megatron.config import RolloutConfig, TrainConfig
 from capo_megatron.mcore.hf_weights import slots
-from capo_megatron.mcore.model import ModelShape
 from capo_megatron.mcore.runtime import Layout
+from capo_megatron.weights.shape import ModelShape
 
 GIB = 2**30
 

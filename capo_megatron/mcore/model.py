@@ -1,11 +1,8 @@
-"""Qwen2-shaped decoders as Megatron-core `GPTModel`s, cut for a layout."""
+"""Decoders as Megatron-core `GPTModel`s, cut for a layout."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, fields
 from math import gcd
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -21,123 +18,14 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
-from capo_megatron.config import ParallelConfig, ShapeConfig
-from capo_megatron.errors import CheckpointError, ConfigError
+from capo_megatron.config import ParallelConfig
+from capo_megatron.errors import ConfigError
 from capo_megatron.mcore import cpu, versions
 from capo_megatron.mcore.layers import CausalAttention, DeferredHead, RMSNorm, SwiGLU
 from capo_megatron.mcore.runtime import Layout
+from capo_megatron.weights.shape import ModelShape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """The sizes of a Qwen2-shaped decoder, named as in Hugging Face's Qwen2Config; defaults are Qwen2Config's, too.
-
-    `name` is what messages call the model.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    intermediate_size: int
-    max_position_embeddings: int = 32_768
-    rope_theta: float = 10_000.0
-    rms_norm_eps: float = 1e-6
-    tie_word_embeddings: bool = False
-    initializer_range: float = 0.02
-    name: str = "the model"
-
-    def __post_init__(self) -> None:
-        for spec in fields(self):
-            value = getattr(self, spec.name)
-            if spec.type == "int" and (not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{self.name}: {spec.name}={value!r} must be a positive integer.")
-        for whole, part in (("hidden_size", "num_attention_heads"), ("num_attention_heads", "num_key_value_heads")):
-            if getattr(self, whole) % getattr(self, part):
-                raise ConfigError(
-                    f"{self.name}: {part}={getattr(self, part)} does not divide {whole}={getattr(self, whole)}."
-                )
-        if self.head_dim % 2:
-            raise ConfigError(
-                f"{self.name}: hidden_size / num_attention_heads = {self.head_dim} must be even for rotary embeddings."
-            )
-
-    @classmethod
-    def of(cls, config: ShapeConfig, name: str = "model.shape") -> ModelShape:
-        """The shape described in a run's config. Raises ConfigError if its sizes contradict each other."""
-        return cls(**{spec.name: getattr(config, spec.name) for spec in fields(config)}, name=name)
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden_size // self.num_attention_heads
-
-    def identity(self) -> dict[str, Any]:
-        """JSON values that decide what the tensors of a checkpoint mean."""
-        return {key: value for key, value in asdict(self).items() if key not in ("name", "initializer_range")}
-
-    def padded_vocab(self, tensor: int) -> int:
-        """Rows of the embedding and the head over all tensor-parallel ranks; rows from `vocab_size` on are padding.
-
-        A multiple of 128 per rank, as Megatron pads, so that matrix products stay aligned. Vocabularies under 1024 are
-        toys, where that padding would be most of the work: they become a multiple of `tensor` only.
-        """
-        unit = tensor * (128 if self.vocab_size >= 1024 else 1)
-        return -(-self.vocab_size // unit) * unit
-
-
-def read_shape(directory: str | Path) -> ModelShape:
-    """The shape in `directory`/config.json.
-
-    Raises CheckpointError if the file is missing or damaged, or the model is not a plain Qwen2/Qwen2.5 decoder.
-    """
-    path = Path(directory) / "config.json"
-    try:
-        found = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: no such file. Point to a Hugging Face model directory.") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON ({error}). Download it again.") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: holds a {type(found).__name__}, expected an object. Download it again.")
-    _refuse_unsupported(found, path)
-    rope = found.get("rope_parameters") or {}
-    values = {spec.name: found[spec.name] for spec in fields(ModelShape) if spec.name in found}
-    values["rope_theta"] = float(rope.get("rope_theta") or found.get("rope_theta") or ModelShape.rope_theta)
-    try:
-        return ModelShape(**(values | {"name": path.parent.name or str(path.parent)}))
-    except TypeError as error:
-        raise CheckpointError(f"{path}: a size is missing ({error}). Download it again.") from error
-    except ConfigError as error:
-        raise CheckpointError(f"{path}: {error}") from error
-
-
-def _refuse_unsupported(found: dict[str, Any], path: Path) -> None:
-    """Raise CheckpointError for anything that would silently compute something else."""
-    if found.get("model_type") != "qwen2":
-        raise CheckpointError(f"{path}: model_type={found.get('model_type')!r} is not supported. Use a 'qwen2' model.")
-    if found.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(f"{path}: hidden_act={found['hidden_act']!r} is not supported, only 'silu'.")
-    sliding = "sliding_attention" in (found.get("layer_types") or ())
-    if found.get("use_sliding_window") or sliding:
-        raise CheckpointError(
-            f"{path}: sliding-window attention is not supported. Set use_sliding_window to false if the sequences fit "
-            "into the window."
-        )
-    for key in ("rope_scaling", "rope_parameters"):
-        scaling = found.get(key) or {}
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
-        if kind != "default":
-            raise CheckpointError(
-                f"{path}: {key} of type {kind!r} is not supported. Remove it to train without scaling."
-            )
-    head_dim = found.get("head_dim")
-    if head_dim and head_dim * found.get("num_attention_heads", 0) != found.get("hidden_size"):
-        raise CheckpointError(
-            f"{path}: head_dim={head_dim} differs from hidden_size / num_attention_heads: not a qwen2."
-        )
 
 
 def check_layout(shape: ModelShape, parallel: ParallelConfig) -> None:
@@ -196,6 +84,8 @@ def _build_chunk(shape: ModelShape, layout: Layout, config: TransformerConfig, s
         share_embeddings_and_output_weights=shape.tie_word_embeddings,
         position_embedding_type="rope",
         rotary_base=shape.rope_theta,
+        rope_scaling=shape.rope_scaling_factor is not None,
+        rope_scaling_factor=shape.rope_scaling_factor or 1.0,
         vp_stage=stage if layout.virtual > 1 else None,
     )
     if last:
@@ -227,12 +117,15 @@ def _block_spec(shape: ModelShape, layout: Layout) -> TransformerBlockSubmodules
     if HAVE_TE and not cpu.installed():
         from megatron.core.extensions.transformer_engine import TENorm
 
-        layer, norm = get_gpt_layer_with_transformer_engine_spec(), TENorm
+        layer, norm = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.family.qk_norm), TENorm
     else:
         layer, norm = get_gpt_layer_local_spec(normalization="RMSNorm"), RMSNorm
         layer.submodules.input_layernorm = RMSNorm
         layer.submodules.pre_mlp_layernorm = RMSNorm
-        layer.submodules.self_attention.submodules.core_attention = CausalAttention
+        attention = layer.submodules.self_attention.submodules
+        attention.core_attention = CausalAttention
+        if shape.family.qk_norm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
     versions.mlp_submodules(layer.submodules).activation_func = SwiGLU
     count = len(layout.layers(0, shape.num_hidden_layers))
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
@@ -257,7 +150,8 @@ def transformer_config(shape: ModelShape, layout: Layout, dtype: torch.dtype, re
         gated_linear_unit=True,
         use_te_activation_func=True,  # Megatron's hook for an activation module; ours is `SwiGLU`
         add_bias_linear=False,
-        add_qkv_bias=True,
+        add_qkv_bias=shape.family.qkv_bias,
+        qk_layernorm=shape.family.qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,

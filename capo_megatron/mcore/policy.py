@@ -26,13 +26,14 @@ from torch import Tensor
 from capo_megatron.config import TrainConfig
 from capo_megatron.mcore import hf_weights, microbatches
 from capo_megatron.mcore.logprobs import target_outputs
-from capo_megatron.mcore.model import ModelShape, build_model, head_weight
+from capo_megatron.mcore.model import build_model, head_weight
 from capo_megatron.mcore.optimizer import CHECKPOINT_METADATA, Optimizer
 from capo_megatron.mcore.reference import Reference
 from capo_megatron.mcore.runtime import Runtime
 from capo_megatron.mcore.tally import Tally
 from capo_megatron.seams import PolicyLoss, Signal, Weights
 from capo_megatron.types import PolicyOutputs, RolloutBatch, StepReport, TopK, TrainBatch
+from capo_megatron.weights.shape import ModelShape
 
 
 class MegatronPolicy:

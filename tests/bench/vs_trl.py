@@ -95,9 +95,10 @@ def _require_trl() -> None:
 def prepare(folder: Path) -> None:
     """Write the model with its tokenizer, and the problems: all that either side reads."""
     from capo_megatron.data.tokenizer import character_tokenizer
-    from capo_megatron.mcore.hf_files import save_hf
-    from capo_megatron.mcore.hf_weights import RandomSource, hf_shapes
-    from capo_megatron.mcore.model import ModelShape
+    from capo_megatron.weights.huggingface import save_hf
+    from capo_megatron.weights.shape import ModelShape
+    from capo_megatron.weights.sources import RandomSource
+    from capo_megatron.weights.table import hf_shapes
 
     shape = ModelShape(**MODEL, tie_word_embeddings=True)
     source = RandomSource(shape, seed=0)

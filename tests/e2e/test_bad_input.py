@@ -30,16 +30,16 @@ FROM_FILES = ("data.task=null", "reward.kind=exact", "model.tokenizer=tokenizer"
 def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face directory of the shape in `TREE`, with its weights in three files."""
     from capo_megatron.data.chain import chain_tokenizer
-    from capo_megatron.mcore import hf_files
-    from capo_megatron.mcore.hf_weights import RandomSource
-    from capo_megatron.mcore.model import ModelShape
+    from capo_megatron.weights import huggingface
+    from capo_megatron.weights.shape import ModelShape
+    from capo_megatron.weights.sources import RandomSource
 
     folder = tmp_path_factory.mktemp("weights") / "model"
     shape = ModelShape(**TREE["model"]["shape"], tie_word_embeddings=True)
     source = RandomSource(shape, seed=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hf_files, "SHARD_BYTES", 9_000)
-        hf_files.save_hf(folder, shape, ((name, source.read(name)) for name in sorted(source.names())))
+        patch.setattr(huggingface, "SHARD_BYTES", 9_000)
+        huggingface.save_hf(folder, shape, ((name, source.read(name)) for name in sorted(source.names())))
     assert len(list(folder.glob("*.safetensors"))) == 3
     chain_tokenizer().save_pretrained(str(folder))
     return folder

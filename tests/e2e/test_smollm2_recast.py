@@ -20,12 +20,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from capo_megatron.config import DataConfig, RewardConfig
 from capo_megatron.data import load_tokenizer, make_task, stop_ids
 from capo_megatron.errors import CheckpointError, DataError
-from capo_megatron.mcore.hf_files import DirectorySource
-from capo_megatron.mcore.hf_weights import hf_shapes
-from capo_megatron.mcore.model import read_shape
 from capo_megatron.rewards import build_reward
 from capo_megatron.rollout.transformers import TransformersEngine
 from capo_megatron.seams import SamplingParams
+from capo_megatron.weights.huggingface import DirectorySource
+from capo_megatron.weights.shape import read_shape
+from capo_megatron.weights.table import hf_shapes
 from tests.unit.byte_tokenizer import byte_tokenizer
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "smollm2_to_qwen2.py"

@@ -26,9 +26,10 @@ BFLOAT16 = 3e-2
 def score_and_step(device: str, dtype: str) -> dict[str, Any]:
     """Log-probs of a random model, and the report of one CAPO step."""
     from capo_megatron.mcore import runtime
-    from capo_megatron.mcore.hf_files import DictSource
-    from capo_megatron.mcore.model import DTYPES, ModelShape
+    from capo_megatron.mcore.model import DTYPES
     from capo_megatron.mcore.policy import MegatronPolicy
+    from capo_megatron.weights.shape import ModelShape
+    from capo_megatron.weights.sources import DictSource
 
     ranks = runtime.start(ParallelConfig(), seed=1, device=device)
     shape = ModelShape(1031, 256, 4, 4, 2, 512, initializer_range=0.1)

@@ -50,11 +50,12 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout_s: fl
     context.set_forkserver_preload(list(PRELOAD))
     ranks: list[BaseProcess] = []
     ends: list[Connection] = []
+    work = pickle.dumps((function, args))  # by value: each shared tensor would take a file descriptor, of 256
     try:
         for rank in range(size):
             receiver, sender = context.Pipe(duplex=False)
             environment = _environment(rank, size, store.port)
-            process = context.Process(target=_rank, args=(sender, environment, timeout_s, function, args))
+            process = context.Process(target=_rank, args=(sender, environment, timeout_s, work))
             process.start()
             sender.close()
             ranks.append(process)
@@ -102,13 +103,7 @@ def _collect(ends: list[Connection], deadline: float) -> list[Any]:
     return [results[rank] for rank in range(len(ends))]
 
 
-def _rank(
-    sender: Connection,
-    environment: dict[str, str],
-    timeout_s: float,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
+def _rank(sender: Connection, environment: dict[str, str], timeout_s: float, work: bytes) -> None:
     os.environ.update(environment)
     import torch
 
@@ -116,6 +111,7 @@ def _rank(
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(1.0, timeout_s - 1.0), file=sys.stderr)
     try:
+        function, args = pickle.loads(work)
         message = pickle.dumps((False, function(*args)))
     except BaseException:
         message = pickle.dumps((True, traceback.format_exc()))

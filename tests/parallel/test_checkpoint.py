@@ -49,9 +49,9 @@ PAIRS = [
 
 
 def make_policy(ranks: Any, parallel: ParallelConfig, dtype: torch.dtype = torch.float32, layers: int = 4) -> Any:
-    from capo_megatron.mcore.hf_files import DictSource
-    from capo_megatron.mcore.model import ModelShape
     from capo_megatron.mcore.policy import MegatronPolicy
+    from capo_megatron.weights.shape import ModelShape
+    from capo_megatron.weights.sources import DictSource
 
     # On the last pipeline stage the tied embedding has a bucket of its own in the distributed optimizer, which its
     # 21 x 32 weights do not fill: what follows must not shift.

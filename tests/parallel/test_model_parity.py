@@ -1,4 +1,4 @@
-"""The Megatron-core model computes what transformers' Qwen2ForCausalLM does, on every layout, both ways."""
+"""The Megatron-core models compute what transformers' do, for every family, on every layout, both ways."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from capo_megatron.config import ParallelConfig
 from capo_megatron.mcore import runtime
-from capo_megatron.mcore.hf_files import DictSource, hf_config
-from capo_megatron.mcore.hf_table import hf_shapes
 from capo_megatron.mcore.hf_weights import init_random, load_hf, stream_hf
-from capo_megatron.mcore.model import ModelShape, build_model, head_weight
+from capo_megatron.mcore.model import build_model, head_weight
+from capo_megatron.weights.shape import ModelShape, hf_config
+from capo_megatron.weights.sources import DictSource
+from capo_megatron.weights.table import hf_shapes
 from tests.parallel.launch import run_ranks
 
 pytestmark = pytest.mark.parallel
@@ -37,7 +38,12 @@ SIZES = {
     "rope_theta": 30_000.0,
     "initializer_range": 0.1,
 }
-SHAPES = {tied: ModelShape(**SIZES, tie_word_embeddings=tied) for tied in (True, False)}
+SHAPES = {
+    "qwen2 tied": ModelShape(**SIZES, tie_word_embeddings=True),
+    "qwen2": ModelShape(**SIZES),
+    "qwen3": ModelShape(**SIZES, model_type="qwen3", head_dim=24, tie_word_embeddings=True),
+    "llama": ModelShape(**SIZES, model_type="llama", rope_scaling_factor=32.0),
+}
 LAYOUTS = {
     "1": (1, ParallelConfig()),
     "tp2": (2, ParallelConfig(tensor=2)),
@@ -63,12 +69,13 @@ class Case:
 
 
 @cache
-def reference(tied: bool) -> Case:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+def reference(name: str) -> Case:
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    shape = SHAPES[tied]
+    shape = SHAPES[name]
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(Qwen2Config(**hf_config(shape, "float32")))
+    described = hf_config(shape, "float32")
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(described.pop("model_type"), **described))
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:  # norms and biases start as ones and zeros, which would hide mistakes
             torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3)
@@ -160,7 +167,7 @@ def measure(
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_logits_weights_and_gradients_equal_transformers(layout: str) -> None:
     size, parallel = LAYOUTS[layout]
-    cases = [reference(True), reference(False)]
+    cases = [reference(name) for name in SHAPES]
     per_rank = run_ranks(measure, size, parallel, cases)
     for case, results in zip(cases, zip(*per_rank, strict=True), strict=True):
         logits = [found for found, _, _ in results if found is not None]
@@ -196,7 +203,7 @@ def variants(case: Case) -> dict[str, Any]:
 
 
 def test_recomputation_keeps_the_gradients_and_bfloat16_only_rounds() -> None:
-    case = reference(True)
+    case = reference("qwen2 tied")
     [found] = run_ranks(variants, 1, case)
     for recompute in ("selective", "full"):
         for name, gradient in case.gradients.items():
@@ -219,7 +226,7 @@ def random_weights(parallel: ParallelConfig, shape: ModelShape) -> dict[str, Ten
 
 
 def test_seeded_random_weights_do_not_depend_on_the_layout() -> None:
-    shape = SHAPES[False]
+    shape = SHAPES["qwen2"]
     [alone] = run_ranks(random_weights, 1, ParallelConfig(), shape)
     for found in run_ranks(random_weights, 4, ParallelConfig(tensor=2, pipeline=2), shape):
         assert all(torch.equal(found[name], alone[name]) for name in hf_shapes(shape))
@@ -241,6 +248,6 @@ def streamed_in_small_buckets(parallel: ParallelConfig, case: Case) -> dict[str,
 
 
 def test_streamed_weights_do_not_depend_on_the_bucket_size_nor_share_memory_with_the_model() -> None:
-    case = reference(False)
+    case = reference("qwen2")
     for found in run_ranks(streamed_in_small_buckets, 2, ParallelConfig(tensor=2), case):
         assert all(torch.equal(found[name], value) for name, value in case.weights.items())

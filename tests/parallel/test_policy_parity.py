@@ -77,9 +77,9 @@ def run(
 def one_run(
     ranks: Any, parallel: ParallelConfig, budget: int, name: str, distributed: bool, tied: bool
 ) -> dict[str, Any]:
-    from capo_megatron.mcore.hf_files import DictSource
-    from capo_megatron.mcore.model import ModelShape
     from capo_megatron.mcore.policy import MegatronPolicy
+    from capo_megatron.weights.shape import ModelShape
+    from capo_megatron.weights.sources import DictSource
 
     shape = ModelShape(
         vocab_size=19,
@@ -129,7 +129,7 @@ def train_batch(policy: Any, name: str = "capo") -> tuple[Algorithm, TrainBatch]
 
 def random_weights(shape: Any) -> dict[str, torch.Tensor]:
     """Seeded Hugging Face weights with QKV biases that are not zero."""
-    from capo_megatron.mcore.hf_weights import hf_shapes
+    from capo_megatron.weights.table import hf_shapes
 
     generator = torch.Generator().manual_seed(3)
     return {

@@ -12,10 +12,10 @@ import torch
 from capo_megatron.config import ParallelConfig, ShapeConfig
 from capo_megatron.errors import CheckpointError, ConfigError
 from capo_megatron.mcore import cpu, runtime, versions
-from capo_megatron.mcore.hf_files import hf_config
-from capo_megatron.mcore.model import ModelShape, check_layout, read_shape, transformer_config
+from capo_megatron.mcore.model import check_layout, transformer_config
 from capo_megatron.mcore.runtime import Layout
 from capo_megatron.seams import Team
+from capo_megatron.weights.shape import ModelShape, hf_config, read_shape
 
 QWEN_MATH_1B = ModelShape(151936, 1536, 28, 12, 2, 8960, name="qwen2.5-math-1.5b", tie_word_embeddings=True)
 
@@ -145,7 +145,9 @@ def test_a_model_directory_of_transformers_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "llama"}, "model_type='llama' is not supported"),
+        ({"model_type": "gemma"}, "model_type='gemma' is not supported. Use a 'qwen2', 'qwen3' or 'llama' model"),
+        ({"model_type": "llama", "attention_bias": True}, "attention_bias=true is not supported for a llama model"),
+        ({"rope_scaling": {"type": "llama3", "factor": 8}}, "rope_scaling with low_freq_factor=None is not supported"),
         ({"model_type": ...}, "model_type=None is not supported"),
         ({"use_sliding_window": True}, "sliding-window attention is not supported"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window attention is not supported"),

@@ -8,7 +8,7 @@ equal pieces along one dimension; a rank packs its pieces into its parameter:
     GROUPED  per key-value group its query heads, its key head, its value head: Megatron's QKV order
 
 Because packing is local to a rank, the same table cuts a checkpoint for a rank and puts the ranks' pieces together
-again, for any layout. A new family of models is a new table.
+again, for any layout. A new family of models is a new table, see `TABLES`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from capo_megatron.mcore.model import ModelShape
-from capo_megatron.mcore.runtime import Layout
+from capo_megatron.weights.shape import ModelShape
 
 
 class Packing(Enum):
@@ -142,44 +141,53 @@ def _transposed(of: Callable[[ModelShape], tuple[int, ...]]) -> Callable[[ModelS
     return lambda shape: of(shape)[::-1]
 
 
+def _head(shape: ModelShape) -> tuple[int, ...]:
+    return (shape.head_dim,)
+
+
 _LAYER = "model.layers.{layer}."
 EMBEDDING = Part("model.embed_tokens.weight", _vocabulary)
 HEAD = Part("lm_head.weight", _vocabulary)
-QWEN2 = (
-    Rule(Home.EMBEDDING, ("embedding.word_embeddings.weight",), (EMBEDDING,), cut=0, vocabulary=True),
-    Rule(
-        Home.LAYER,
-        ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
-        (Part(_LAYER + "input_layernorm.weight", _hidden),),
+
+_EMBEDDING = Rule(Home.EMBEDDING, ("embedding.word_embeddings.weight",), (EMBEDDING,), cut=0, vocabulary=True)
+_INPUT_NORM = Rule(
+    Home.LAYER,
+    ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
+    (Part(_LAYER + "input_layernorm.weight", _hidden),),
+)
+_QKV = Rule(
+    Home.LAYER,
+    ("self_attention.linear_qkv.weight",),
+    (
+        Part(_LAYER + "self_attn.q_proj.weight", _query),
+        Part(_LAYER + "self_attn.k_proj.weight", _group),
+        Part(_LAYER + "self_attn.v_proj.weight", _group),
     ),
-    Rule(
-        Home.LAYER,
-        ("self_attention.linear_qkv.weight",),
-        (
-            Part(_LAYER + "self_attn.q_proj.weight", _query),
-            Part(_LAYER + "self_attn.k_proj.weight", _group),
-            Part(_LAYER + "self_attn.v_proj.weight", _group),
-        ),
-        cut=0,
-        packing=Packing.GROUPED,
+    cut=0,
+    packing=Packing.GROUPED,
+)
+_QKV_BIAS = Rule(
+    Home.LAYER,
+    ("self_attention.linear_qkv.bias",),
+    (
+        Part(_LAYER + "self_attn.q_proj.bias", _query_bias),
+        Part(_LAYER + "self_attn.k_proj.bias", _group_bias),
+        Part(_LAYER + "self_attn.v_proj.bias", _group_bias),
     ),
-    Rule(
-        Home.LAYER,
-        ("self_attention.linear_qkv.bias",),
-        (
-            Part(_LAYER + "self_attn.q_proj.bias", _query_bias),
-            Part(_LAYER + "self_attn.k_proj.bias", _group_bias),
-            Part(_LAYER + "self_attn.v_proj.bias", _group_bias),
-        ),
-        cut=0,
-        packing=Packing.GROUPED,
-    ),
-    Rule(
-        Home.LAYER,
-        ("self_attention.linear_proj.weight",),
-        (Part(_LAYER + "self_attn.o_proj.weight", _transposed(_query)),),
-        cut=1,
-    ),
+    cut=0,
+    packing=Packing.GROUPED,
+)
+_QUERY_NORM = Rule(
+    Home.LAYER, ("self_attention.q_layernorm.weight",), (Part(_LAYER + "self_attn.q_norm.weight", _head),)
+)
+_KEY_NORM = Rule(Home.LAYER, ("self_attention.k_layernorm.weight",), (Part(_LAYER + "self_attn.k_norm.weight", _head),))
+_ATTENTION_OUT = Rule(
+    Home.LAYER,
+    ("self_attention.linear_proj.weight",),
+    (Part(_LAYER + "self_attn.o_proj.weight", _transposed(_query)),),
+    cut=1,
+)
+_MLP = (
     Rule(
         Home.LAYER,
         ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
@@ -198,26 +206,24 @@ QWEN2 = (
         (Part(_LAYER + "mlp.down_proj.weight", _transposed(_up)),),
         cut=1,
     ),
+)
+_END = (
     Rule(Home.END, ("decoder.final_layernorm.weight",), (Part("model.norm.weight", _hidden),)),
     Rule(Home.END, ("output_layer.weight",), (HEAD,), cut=0, vocabulary=True),
 )
 
+LLAMA = (_EMBEDDING, _INPUT_NORM, _QKV, _ATTENTION_OUT, *_MLP, *_END)
+QWEN2 = (_EMBEDDING, _INPUT_NORM, _QKV, _QKV_BIAS, _ATTENTION_OUT, *_MLP, *_END)
+QWEN3 = (_EMBEDDING, _INPUT_NORM, _QKV, _QUERY_NORM, _KEY_NORM, _ATTENTION_OUT, *_MLP, *_END)
+TABLES: Mapping[str, tuple[Rule, ...]] = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}  # by model_type
+
 
 @dataclass(frozen=True)
-class Slot:
-    """One Megatron parameter of the whole model: its rule and the pipeline rank, chunk and layer that hold it."""
+class Place:
+    """One Megatron parameter of the whole model: its rule and its layer, counted over the whole model."""
 
     rule: Rule
-    pp_rank: int
-    chunk: int
-    layer: int | None = None  # counted over the whole model
-    index: int | None = None  # counted within the chunk
-
-    @property
-    def names(self) -> list[str]:
-        """What the parameter may be called in its chunk."""
-        prefix = "" if self.index is None else f"decoder.layers.{self.index}."
-        return [prefix + name for name in self.rule.names]
+    layer: int | None = None
 
     @property
     def parts(self) -> list[str]:
@@ -225,26 +231,22 @@ class Slot:
         return [part.name.format(layer=self.layer) for part in self.rule.parts]
 
 
-def slots(shape: ModelShape, layout: Layout) -> list[Slot]:
+def places(shape: ModelShape) -> list[Place]:
     """Every parameter of the model in the order of computation, once each: a tied head is the embedding."""
-    last = (layout.pipeline - 1, layout.virtual - 1)
-    found = [Slot(rule, 0, 0) for rule in QWEN2 if rule.home is Home.EMBEDDING]
-    for chunk in range(layout.virtual):
-        for pp_rank in range(layout.pipeline):
-            for index, layer in enumerate(layout.layers(chunk, shape.num_hidden_layers, pp_rank)):
-                found += [Slot(rule, pp_rank, chunk, layer, index) for rule in QWEN2 if rule.home is Home.LAYER]
+    table = TABLES[shape.model_type]
+    found = [Place(rule) for rule in table if rule.home is Home.EMBEDDING]
+    for layer in range(shape.num_hidden_layers):
+        found += [Place(rule, layer) for rule in table if rule.home is Home.LAYER]
     tied = shape.tie_word_embeddings
-    found += [Slot(rule, *last) for rule in QWEN2 if rule.home is Home.END and not (tied and rule.parts == (HEAD,))]
-    return found
+    return found + [Place(rule) for rule in table if rule.home is Home.END and not (tied and rule.parts == (HEAD,))]
 
 
 @functools.cache
 def hf_shapes(shape: ModelShape) -> Mapping[str, tuple[int, ...]]:
     """The Hugging Face name and shape of every tensor of the model, in the order of computation."""
-    one_rank = Layout(1, 1, 1, False, 1, 0)
     found = {
         name: part.shape(shape)
-        for slot in slots(shape, one_rank)
-        for name, part in zip(slot.parts, slot.rule.parts, strict=True)
+        for place in places(shape)
+        for name, part in zip(place.parts, place.rule.parts, strict=True)
     }
     return MappingProxyType(found)

@@ -1,0 +1,12 @@
+"""Model weights outside of a model: shapes, the table between the two naming schemes, and every format they lie in.
+
+Nothing here imports Megatron-core or builds a model: a conversion is a mapping of tensors, one after another.
+
+    shape.py        ModelShape: the sizes of a decoder; config.json both ways; the families that are supported
+    table.py        which Megatron parameter is made of which Hugging Face tensors, per family
+    sources.py      WeightSource: tensors under their Hugging Face names, whatever they lie in
+    huggingface.py  directories of safetensors
+    distributed.py  Megatron's dist-checkpoints          legacy.py  Megatron-LM's mp_rank folders
+    manifest.py     a hash per tensor, and who checks it
+    convert.py      from one format to another           compare.py, inspect.py  what two hold, what one holds
+"""
