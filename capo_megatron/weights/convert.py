@@ -7,6 +7,7 @@ Under torchrun the ranks share the tensors. The result appears under its name on
 from __future__ import annotations
 
 import fcntl
+import importlib
 import os
 import queue
 import resource
@@ -28,14 +29,17 @@ from capo_megatron.errors import CheckpointError
 from capo_megatron.seams import Solo, Team
 from capo_megatron.weights import distributed, huggingface
 from capo_megatron.weights.checkpoint import Checkpoint, kind_of, locate, open_checkpoint, torch_name
-from capo_megatron.weights.distributed import ChunkFiles, stored_name, write_metadata
+from capo_megatron.weights.distributed import ChunkFiles, Header, stored_name, write_metadata
 from capo_megatron.weights.huggingface import SHARD_BYTES, ShardFile, Spec, plan_shards
 from capo_megatron.weights.manifest import Entry, Hasher, Manifest, hash_files
 from capo_megatron.weights.sources import DTYPES, dtype_name
 from capo_megatron.weights.table import Packing, Place, places
 
-BLOCK_BYTES = 2**26  # read, checked and written at a time
-_AHEAD = 2  # blocks that wait to be written
+# Read, checked and written at a time: small enough to be allocated again and again without the kernel's help, which
+# is what large blocks would spend most of their time on.
+BLOCK_BYTES = 2**22
+CHUNK_BYTES = 2**28  # of one chunk in a dist-checkpoint, all of which a rank reads that needs a part of it
+_AHEAD = 8  # blocks that wait to be written
 _Item = TypeVar("_Item")
 
 Say = Callable[[str], None]
@@ -146,13 +150,17 @@ class _Writer(Protocol):
 class _MegatronWriter:
     def __init__(self, found: Checkpoint) -> None:
         self._found = found
+        # `seal` needs it, and importing it takes as long as writing a gigabyte: meanwhile the tensors are written.
+        threading.Thread(target=importlib.import_module, args=("torch.distributed.checkpoint",), daemon=True).start()
 
     def write(self, reader: _Reader, aside: Path, team: Team) -> Any:
         mine = _share(places(self._found.shape), lambda place: sum(map(reader.nbytes, place.parts)), team)
         reader.expect(name for place in mine for name in place.parts)
         with closing(ChunkFiles(aside, team.rank)) as files:
-            for name, values, offsets in _ahead(_boxes(reader, self._found, mine)):
-                files.add(name, values, offsets)
+            for header, values in _ahead(_chunks(reader, self._found, mine)):
+                if header is not None:
+                    files.begin(header)
+                files.write(values)
             if team.rank == 0:
                 files.add_extra(self._found.shape)
             return files.written, files.extra
@@ -201,7 +209,7 @@ def _convert(
     reader = _Reader(found, _dtype(dtype), strict, progress)
     if found.manifest is not None:
         found.manifest.check_files(found.folder)
-    with _aside(destination, reader.total, team, say) as aside:
+    with _one_thread(), _aside(destination, reader.total, team, say) as aside:
 
         def write() -> tuple[Any, dict[str, Entry], list[str]]:
             part = _on_disk(destination, lambda: writer.write(reader, aside, team))
@@ -224,8 +232,27 @@ def _convert(
         on_first_rank(team, lambda: _on_disk(destination, finish))
     if found.companions is None:
         say(f"warning: {destination}: without a tokenizer, for {found.folder} does not name one. Copy its files there.")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return Summary(destination, len(entries), reader.total, time.monotonic() - began, peak)
+    return Summary(destination, len(entries), reader.total, time.monotonic() - began, _peak_bytes())
+
+
+def _peak_bytes() -> int:
+    """The most memory that this process has had resident."""
+    try:  # what getrusage says includes the process that started this one
+        status = Path("/proc/self/status").read_text()
+        return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) * 1024
+    except (OSError, StopIteration):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Torch's work in one thread: several would spin, waiting for each other, on the cores that read and write."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
@@ -271,25 +298,25 @@ class _Reader:
         """These are the tensors that this rank will read."""
         self._expected = sum(map(self.nbytes, names))
 
-    def blocks(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        """(first row, values) of a tensor, in order."""
+    def blocks(self, name: str, every: int | None = None) -> Iterator[tuple[int, Tensor]]:
+        """(first row, values) of a tensor, in order; a block begins at all multiples of `every` rows."""
         spec, source = self.spec(name), self._source
+        converted = spec.dtype != source.dtype(name)
         before, after = Hasher(), Hasher()
         bad = 0
         rows = spec.shape[0]
-        step = max(1, BLOCK_BYTES // max(1, spec.nbytes // rows))
-        for start in range(0, rows, step):
-            read = source.read(name, 0, start, min(start + step, rows)) if step < rows else source.read(name)
-            values = read if self._dtype is None else read.to(self._dtype)
+        for start, stop in _spans(rows, max(1, BLOCK_BYTES // max(1, spec.nbytes // rows)), every or rows):
+            read = source.read(name, 0, start, stop)
+            values = read.to(DTYPES[spec.dtype])
             bad += _count_bad(values)
             after.add(values)
-            if self._manifest is not None and values is not read:
+            if self._manifest is not None and converted:
                 before.add(read)
             yield start, values
             self._done += values.nbytes
             self._progress(self._done, self._expected)
         if self._manifest is not None:
-            self._manifest.check(name, (after if self._dtype is None else before).digest, source.where(name))
+            self._manifest.check(name, (before if converted else after).digest, source.where(name))
         if bad:
             self._complain(name, bad)
         self.entries[name] = Entry(spec.dtype, spec.shape, after.digest)
@@ -307,6 +334,15 @@ class _Reader:
         self.complaints.append(text)
 
 
+def _spans(rows: int, step: int, every: int) -> Iterator[tuple[int, int]]:
+    """[start, stop) of at most `step` rows each, none of which crosses a multiple of `every`."""
+    start = 0
+    while start < rows:
+        stop = min(start + step, rows, start // every * every + every)
+        yield start, stop
+        start = stop
+
+
 def _count_bad(values: Tensor) -> int:
     """How many values are NaN or infinite. A sum, which any of them spoils, is thirty times faster than counting."""
     if bool(torch.isfinite(values.sum())):
@@ -314,25 +350,29 @@ def _count_bad(values: Tensor) -> int:
     return values.numel() - int(torch.isfinite(values).sum())
 
 
-def _boxes(reader: _Reader, found: Checkpoint, mine: Iterable[Place]) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
-    """(tensor of the dist-checkpoint, values, where they begin in it), of these parameters."""
+def _chunks(reader: _Reader, found: Checkpoint, mine: Iterable[Place]) -> Iterator[tuple[Header | None, Tensor]]:
+    """The values of these parameters as they follow in a dist-checkpoint; a header goes with a chunk's first ones."""
     for place in mine:
         above = 0  # rows of the parts before
         if place.rule.packing is Packing.GROUPED:
             packed = place.rule.pack([reader.whole(name) for name in place.parts], found.shape)
-            yield _box(place, 0, packed)
+            yield _header(place, 0, packed.dtype, tuple(packed.shape)), packed
             continue
         for name in place.parts:
-            for start, values in reader.blocks(name):
-                yield _box(place, above + start, values)
-            above += reader.spec(name).shape[0]
+            spec = reader.spec(name)
+            rows = max(1, CHUNK_BYTES // max(1, spec.nbytes // spec.shape[0]))
+            for start, values in reader.blocks(name, rows):
+                size = (min(rows, spec.shape[0] - start), *spec.shape[1:])
+                first = start % rows == 0
+                yield _header(place, above + start, values.dtype, size) if first else None, values
+            above += spec.shape[0]
 
 
-def _box(place: Place, row: int, values: Tensor) -> tuple[str, Tensor, tuple[int, ...]]:
-    offsets = (row, *[0] * (values.dim() - 1))
+def _header(place: Place, row: int, dtype: torch.dtype, size: tuple[int, ...]) -> Header:
+    offsets = (row, *[0] * (len(size) - 1))
     if place.layer is None:
-        return stored_name(place), values, offsets
-    return stored_name(place), values.unsqueeze(0), (place.layer, *offsets)
+        return Header(stored_name(place), dtype, offsets, size)
+    return Header(stored_name(place), dtype, (place.layer, *offsets), (1, *size))
 
 
 def _ahead(items: Iterator[_Item]) -> Iterator[_Item]:

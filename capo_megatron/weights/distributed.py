@@ -21,6 +21,7 @@ import struct
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import FileIO
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor
 
 from capo_megatron.errors import CheckpointError
-from capo_megatron.weights.raw import read_rows
+from capo_megatron.weights.raw import read_rows, write_at
 from capo_megatron.weights.shape import ModelShape
 from capo_megatron.weights.sources import dtype_name
 from capo_megatron.weights.table import Home, Packing, Place, places
@@ -88,6 +89,10 @@ class DistCheckpoint:
     def read(self, name: str, box: Sequence[tuple[int, int]]) -> Tensor:
         """The part [start, stop) along every axis of a tensor."""
         stored = self.tensors[name]
+        for chunk in stored.chunks:  # the usual case, without a copy
+            inside = [(start - begin, stop - begin) for (start, stop), begin in zip(box, chunk.offsets, strict=True)]
+            if all(a >= 0 and b <= size for (a, b), size in zip(inside, chunk.sizes, strict=True)):
+                return self._read_chunk(name, stored, chunk, inside)
         found = torch.empty([stop - start for start, stop in box], dtype=stored.dtype)
         covered = 0
         for chunk in stored.chunks:
@@ -253,7 +258,7 @@ def _tensors_of(metadata: Any) -> dict[str, Stored]:
 class _Window(io.RawIOBase):
     """A part of a file as a file of its own."""
 
-    def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
+    def __init__(self, file: BinaryIO | FileIO, offset: int, length: int) -> None:
         self._descriptor, self._offset, self._length, self._at = file.fileno(), offset, length, 0
 
     def readable(self) -> bool:
@@ -417,49 +422,71 @@ class Written(NamedTuple):
     chunk: Chunk
 
 
+class Header(NamedTuple):
+    """What a chunk will be: a box of the tensor `name` that begins at `offsets`."""
+
+    name: str
+    dtype: torch.dtype
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
 class ChunkFiles:
-    """The `.distcp` files of one rank in the making."""
+    """The `.distcp` files of one rank in the making. A chunk is begun, then its values are written piece by piece."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._rank = folder, rank
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
         self._count = 0
+        self._at = self._end = 0  # where the next values go, and where those of this chunk end
         self.written: list[Written] = []
         self.extra: list[tuple[str, Chunk]] = []
 
-    def add(self, name: str, values: Tensor, offsets: tuple[int, ...]) -> None:
-        """Write the box of `name` that begins at `offsets`."""
-        chunk = self._save(values.contiguous(), offsets, tuple(values.shape))
-        self.written.append(Written(name, values.dtype, chunk))
+    def begin(self, header: Header) -> None:
+        """Lay out what torch.save writes of such a tensor, all but its values."""
+        values = torch.empty(header.sizes, dtype=header.dtype)  # memory that is never touched
+        with torch.serialization.skip_data():
+            chunk, file = self._save(values, header.offsets, header.sizes)
+        stored = Stored(header.dtype, header.sizes, (chunk,))
+        self._at = chunk.offset + _record_start(_Window(file, chunk.offset, chunk.length), stored, chunk)
+        self._end = self._at + values.nbytes
+        self.written.append(Written(header.name, header.dtype, chunk))
+
+    def write(self, values: Tensor) -> None:
+        """The next values of the chunk that was begun last."""
+        assert self._file is not None and self._at + values.nbytes <= self._end, "more values than the chunk has"
+        self._at = write_at(self._file.fileno(), values, self._at)
 
     def add_extra(self, shape: ModelShape) -> None:
         """Write what Megatron asks for beside tensors: the extra state of every layer's modules, which is none."""
         layers = shape.num_hidden_layers
         for layer in range(layers):
             for module in _WITH_EXTRA_STATE:
-                chunk = self._save([None], (), ())
+                chunk, _ = self._save([None], (), ())
                 self.extra.append((f"decoder.layers.{module}._extra_state/shard_{layer}_{layers}", chunk))
 
-    def _save(self, value: Any, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Chunk:
+    def _save(self, value: Any, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Chunk, FileIO]:
+        assert self._at == self._end, f"{self._end - self._at} bytes of the last chunk were not written"
         if self._file is None or self._file.tell() > FILE_BYTES:
             self.close()
-            self._file = (self._folder / f"__{self._rank}_{self._count}.distcp").open("wb")
+            self._file = FileIO(self._folder / f"__{self._rank}_{self._count}.distcp", "w+")
             self._count += 1
         begin = self._file.tell()
         _save_without_checksums(value, self._file)
-        return Chunk(offsets, sizes, Path(self._file.name).name, begin, self._file.tell() - begin)
+        length = self._file.tell() - begin
+        return Chunk(offsets, sizes, Path(str(self._file.name)).name, begin, length), self._file
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
 
 
-def _save_without_checksums(value: Any, file: BinaryIO) -> None:
+def _save_without_checksums(value: Any, file: FileIO) -> None:
     """As torch.save, in half the processor time. The checksums left out are zip's, which torch does not read."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
-        torch.save(value, file)
+        torch.save(value, cast(BinaryIO, file))
     finally:
         torch.serialization.set_crc32_options(before)
 

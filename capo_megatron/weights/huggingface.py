@@ -7,14 +7,15 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from capo_megatron.errors import CheckpointError
-from capo_megatron.weights.raw import as_bytes, read_rows
+from capo_megatron.weights.raw import read_rows, write_at
 from capo_megatron.weights.shape import ModelShape, hf_config, read_config
 from capo_megatron.weights.sources import DTYPES, dtype_name
 from capo_megatron.weights.table import hf_shapes
@@ -177,21 +178,20 @@ class ShardFile:
             end += spec.nbytes
         raw = json.dumps(header, separators=(",", ":")).encode()
         raw += b" " * (-len(raw) % 8)  # readers map the file: tensors begin aligned
-        self._left = end
-        self._file: BinaryIO = path.open("wb")
+        self._file = FileIO(path, "w")
         self._file.write(len(raw).to_bytes(8, "little") + raw)
+        self._at, self._end = 8 + len(raw), 8 + len(raw) + end
 
     def write(self, values: Tensor) -> None:
         """Append the next values."""
-        self._file.write(as_bytes(values))
-        self._left -= values.nbytes
+        self._at = write_at(self._file.fileno(), values, self._at)
 
     def __enter__(self) -> ShardFile:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         self._file.close()
-        assert kind is not None or self._left == 0, f"{self._left} bytes were announced and not written"
+        assert kind is not None or self._at == self._end, f"{self._end - self._at} bytes were announced, not written"
 
 
 def write_index(folder: Path, shards: Mapping[str, Sequence[str]], specs: Mapping[str, Spec]) -> None:

@@ -134,8 +134,8 @@ def _read_file(file: Path, trust_pickle: bool) -> Any:
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL ([\w.]+)|Unsupported (?:class|global)[^\w]*([\w.]+)", str(error))
-        what = f"{found[1] or found[2]} objects" if found else "more than tensors and numbers"
+        found = re.search(r"(?:GLOBAL|class) ([\w.]+)", str(error))
+        what = f"{found[1]} objects" if found else "more than tensors and numbers"
         raise CheckpointError(
             f"{file}: holds {what}, which only unpickling could read. That runs code which the file's author chose. "
             "If you trust it: --trust-pickle."

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from capo_megatron.errors import CheckpointError
 
-_MOST = 2**30  # that one system call is asked for; Linux gives up to 2 GiB
+_MOST = 2**30  # that one system call reads; Linux gives up to 2 GiB
+_PIECE = 2**17  # that one writes: page caches take pieces that a processor's cache holds up to four times faster
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
@@ -32,6 +33,15 @@ def read_rows(
     values = torch.empty(rows * row * dtype.itemsize, dtype=torch.uint8)
     _fill(path, offset + start * row * dtype.itemsize, values.numpy().data)
     return values.view(dtype).view(size)
+
+
+def write_at(descriptor: int, values: Tensor, offset: int) -> int:
+    """Write the values into a file from `offset` on; the offset behind them."""
+    data = as_bytes(values)
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done : done + _PIECE], offset + done)
+    return offset + done
 
 
 def _fill(path: Path, offset: int, into: memoryview) -> None:

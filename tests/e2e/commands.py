@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +67,18 @@ def refused(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert snapshot(Path.cwd()) == before, "something was written"
     assert lines[0].startswith("capo-megatron: ")
     return lines[0].removeprefix("capo-megatron: ")
+
+
+@contextmanager
+def own_file_system(folder: Path, size: str) -> Iterator[Path]:
+    """The folder as a file system of its own of this size, if the system lets us mount one."""
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    mounted = shutil.which("mount") is not None and not subprocess.run(command, capture_output=True).returncode
+    try:
+        yield folder
+    finally:
+        if mounted:
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def run(folder: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from capo_megatron.cli import main
-from tests.e2e.commands import TREE, WARMUP, refused, run, snapshot, write_config
+from tests.e2e.commands import TREE, WARMUP, own_file_system, refused, run, snapshot, write_config
 
 FILES = {
     "good.jsonl": "".join(f'{{"problem": "{i}+{i}=", "answer": "{2 * i % 10}"}}\n' for i in range(10)),
@@ -33,13 +32,14 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from capo_megatron.weights import huggingface
     from capo_megatron.weights.shape import ModelShape
     from capo_megatron.weights.sources import RandomSource
+    from capo_megatron.weights.table import hf_shapes
 
     folder = tmp_path_factory.mktemp("weights") / "model"
     shape = ModelShape(**TREE["model"]["shape"], tie_word_embeddings=True)
     source = RandomSource(shape, seed=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(huggingface, "SHARD_BYTES", 9_000)
-        huggingface.save_hf(folder, shape, ((name, source.read(name)) for name in sorted(source.names())))
+        huggingface.save_hf(folder, shape, ((name, source.read(name)) for name in hf_shapes(shape)))
     assert len(list(folder.glob("*.safetensors"))) == 3
     chain_tokenizer().save_pretrained(str(folder))
     return folder
@@ -220,7 +220,7 @@ def deepen(model: Path) -> None:
 
 def other_kind(model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "gemma"}))
 
 
 def truncate_tokenizer(model: Path) -> None:
@@ -237,7 +237,7 @@ def truncate_tokenizer(model: Path) -> None:
         (break_index, r"model\.safetensors\.index\.json: not a safetensors index"),
         (swap, r"model-00003-of-00003\.safetensors: tensor \S+ has shape .*, but model needs "),
         (deepen, r"tensor model\.layers\.3\.\S+ is missing\. model needs it"),
-        (other_kind, r"config\.json: model_type='llama' is not supported\. Use a 'qwen2' model"),
+        (other_kind, r"config\.json: model_type='gemma' is not supported\. Use a 'qwen2', 'qwen3' or 'llama' model"),
         (truncate_tokenizer, r"tokenizer\.json: damaged or unreadable"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
@@ -259,19 +259,9 @@ def test_model_directories_that_cannot_be_used(
 @pytest.fixture(scope="module")
 def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder on a file system of its own of 4 MiB, if the system lets us mount one, holding a run."""
-    folder = tmp_path_factory.mktemp("disk")
-    mounted = (
-        shutil.which("mount") is not None
-        and not subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True
-        ).returncode
-    )
-    try:
+    with own_file_system(tmp_path_factory.mktemp("disk"), "4m") as folder:
         assert main(["train", str(write_config(folder)), f"output={folder / 'run'}", "train.steps=1"]) == 0
         yield folder
-    finally:
-        if mounted:
-            subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.mark.parametrize(
