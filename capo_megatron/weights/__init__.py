@@ -6,7 +6,10 @@ Nothing here imports Megatron-core or builds a model: a conversion is a mapping 
     table.py        which Megatron parameter is made of which Hugging Face tensors, per family
     sources.py      WeightSource: tensors under their Hugging Face names, whatever they lie in
     huggingface.py  directories of safetensors
-    distributed.py  Megatron's dist-checkpoints          legacy.py  Megatron-LM's mp_rank folders
-    manifest.py     a hash per tensor, and who checks it
-    convert.py      from one format to another           compare.py, inspect.py  what two hold, what one holds
+    distributed.py  Megatron's dist-checkpoints, read; distributed_files.py writes them
+    legacy.py       Megatron-LM's mp_rank folders
+    checkpoint.py   any of these, opened                 manifest.py  a hash per tensor, and who checks it
+    convert.py      from one format to another: reading.py block by block, into a folder set aside (aside.py)
+    compare.py      whether two hold the same            inspect.py   what one holds
+    raw.py          bytes in files                       ranks.py     processes that share a conversion
 """

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from capo_megatron.errors import CheckpointError
 from capo_megatron.weights.checkpoint import Checkpoint
-from capo_megatron.weights.convert import BLOCK_BYTES
 from capo_megatron.weights.manifest import Hasher
+from capo_megatron.weights.reading import BLOCK_BYTES
 from capo_megatron.weights.sources import WeightSource
 from capo_megatron.weights.table import hf_shapes
 

@@ -1,22 +1,20 @@
 """Conversions between formats: a mapping of tensors, streamed, that ends whole or not at all.
 
-One thread reads, checks and hashes blocks of tensors while another writes them; a few blocks are in memory at a time.
-Under torchrun the ranks share the tensors. The result appears under its name only when it is complete.
+Two threads take one parameter after another, and read, check, hash and write it block by block, so that little more
+than a block each is in memory. Under torchrun the ranks share the parameters. The result appears under its name only
+when it is complete.
 """
 
 from __future__ import annotations
 
-import fcntl
 import importlib
-import os
-import queue
 import resource
-import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -28,22 +26,20 @@ from capo_megatron.agreement import gather_or_raise, on_first_rank
 from capo_megatron.errors import CheckpointError
 from capo_megatron.seams import Solo, Team
 from capo_megatron.weights import distributed, huggingface
+from capo_megatron.weights.aside import aside, on_disk
 from capo_megatron.weights.checkpoint import Checkpoint, kind_of, locate, open_checkpoint, torch_name
-from capo_megatron.weights.distributed import ChunkFiles, Header, stored_name, write_metadata
+from capo_megatron.weights.distributed_files import ChunkFiles, Header, stored_name, write_metadata
 from capo_megatron.weights.huggingface import SHARD_BYTES, ShardFile, Spec, plan_shards
-from capo_megatron.weights.manifest import Entry, Hasher, Manifest, hash_files
-from capo_megatron.weights.sources import DTYPES, dtype_name
+from capo_megatron.weights.manifest import Entry, Manifest, hash_files
+from capo_megatron.weights.reading import Progress, Reader
+from capo_megatron.weights.sources import DTYPES
 from capo_megatron.weights.table import Packing, Place, places
 
-# Read, checked and written at a time: small enough to be allocated again and again without the kernel's help, which
-# is what large blocks would spend most of their time on.
-BLOCK_BYTES = 2**22
 CHUNK_BYTES = 2**28  # of one chunk in a dist-checkpoint, all of which a rank reads that needs a part of it
-_AHEAD = 8  # blocks that wait to be written
+_LANES = 2  # parameters that are converted at a time
 _Item = TypeVar("_Item")
 
 Say = Callable[[str], None]
-Progress = Callable[[int, int], None]  # bytes done, bytes in all, of this rank
 
 
 def _quiet(_: str) -> None:
@@ -140,10 +136,10 @@ def megatron_to_hf(
 class _Writer(Protocol):
     """One format to write."""
 
-    def write(self, reader: _Reader, aside: Path, team: Team) -> Any:
+    def write(self, reader: Reader, folder: Path, team: Team) -> Any:
         """Write this rank's share; what the first rank has to know of it. Talks to no other rank."""
 
-    def seal(self, reader: _Reader, aside: Path, parts: Sequence[Any]) -> None:
+    def seal(self, reader: Reader, folder: Path, parts: Sequence[Any]) -> None:
         """Write what tells where everything lies, from what `write` returned on every rank."""
 
 
@@ -153,21 +149,43 @@ class _MegatronWriter:
         # `seal` needs it, and importing it takes as long as writing a gigabyte: meanwhile the tensors are written.
         threading.Thread(target=importlib.import_module, args=("torch.distributed.checkpoint",), daemon=True).start()
 
-    def write(self, reader: _Reader, aside: Path, team: Team) -> Any:
+    def write(self, reader: Reader, folder: Path, team: Team) -> Any:
         mine = _share(places(self._found.shape), lambda place: sum(map(reader.nbytes, place.parts)), team)
         reader.expect(name for place in mine for name in place.parts)
-        with closing(ChunkFiles(aside, team.rank)) as files:
-            for header, values in _ahead(_chunks(reader, self._found, mine)):
-                if header is not None:
-                    files.begin(header)
-                files.write(values)
+        with ChunkFiles(folder, team.rank) as files:
+
+            def convert(place: Place) -> None:
+                for header, blocks in self._chunks(reader, place):
+                    hole = files.begin(header)
+                    for values in blocks:
+                        hole.fill(values)
+
+            _side_by_side(convert, mine)
             if team.rank == 0:
                 files.add_extra(self._found.shape)
             return files.written, files.extra
 
-    def seal(self, reader: _Reader, aside: Path, parts: Sequence[Any]) -> None:
+    def _chunks(self, reader: Reader, place: Place) -> Iterator[tuple[Header, Iterable[Tensor]]]:
+        """The chunks in which a parameter lies, and the values of each as they follow."""
+        if place.rule.packing is Packing.GROUPED:
+            packed = place.rule.pack([reader.whole(name) for name in place.parts], self._found.shape)
+            yield _header(place, 0, packed.dtype, tuple(packed.shape)), [packed]
+            return
+        above = 0  # rows of the parts before
+        for name in place.parts:
+            spec = reader.spec(name)
+            rows = max(1, CHUNK_BYTES // max(1, spec.nbytes // spec.shape[0]))
+            tensor = reader.tensor(name)
+            for start in range(0, spec.shape[0], rows):
+                stop = min(start + rows, spec.shape[0])
+                header = _header(place, above + start, DTYPES[spec.dtype], (stop - start, *spec.shape[1:]))
+                yield header, tensor.blocks(start, stop)
+            tensor.finish()
+            above += spec.shape[0]
+
+    def seal(self, reader: Reader, folder: Path, parts: Sequence[Any]) -> None:
         written, extra = ([entry for part in parts for entry in part[index]] for index in (0, 1))
-        write_metadata(aside, self._found.shape, written, extra)
+        write_metadata(folder, self._found.shape, written, extra)
 
 
 class _HuggingFaceWriter:
@@ -176,22 +194,33 @@ class _HuggingFaceWriter:
             raise CheckpointError(f"max_shard_bytes={shard_bytes}: must be positive.")
         self._found, self._shard_bytes = found, shard_bytes
 
-    def _plan(self, reader: _Reader) -> tuple[dict[str, Spec], dict[str, list[str]]]:
+    def _plan(self, reader: Reader) -> tuple[dict[str, Spec], dict[str, list[str]]]:
         specs = {name: reader.spec(name) for place in places(self._found.shape) for name in place.parts}
         return specs, plan_shards(specs, self._shard_bytes)
 
-    def write(self, reader: _Reader, aside: Path, team: Team) -> Any:
+    def write(self, reader: Reader, folder: Path, team: Team) -> Any:
         specs, shards = self._plan(reader)
         mine = _share(list(shards.items()), lambda shard: sum(specs[name].nbytes for name in shard[1]), team)
         reader.expect(name for _, names in mine for name in names)
-        for file, names in mine:
-            with ShardFile(aside / file, {name: specs[name] for name in names}) as shard:
-                for values in _ahead(values for name in names for _, values in reader.blocks(name)):
-                    shard.write(values)
+        with ExitStack() as files:
+            owner = {}
+            for file, names in mine:
+                shard = files.enter_context(ShardFile(folder / file, {name: specs[name] for name in names}))
+                owner.update(dict.fromkeys(names, shard))
 
-    def seal(self, reader: _Reader, aside: Path, parts: Sequence[Any]) -> None:
+            def convert(names: list[str]) -> None:
+                for name in names:
+                    tensor = reader.tensor(name)
+                    for values in tensor.blocks():
+                        owner[name].write(name, values)
+                    tensor.finish()
+
+            together = ([name for name in place.parts if name in owner] for place in places(self._found.shape))
+            _side_by_side(convert, [names for names in together if names])
+
+    def seal(self, reader: Reader, folder: Path, parts: Sequence[Any]) -> None:
         specs, shards = self._plan(reader)
-        huggingface.write_index(aside, shards, specs)
+        huggingface.write_index(folder, shards, specs)
 
 
 def _convert(
@@ -206,13 +235,13 @@ def _convert(
 ) -> Summary:
     """Read `found`, let `writer` write, and finish: companions, manifest, the final name."""
     began = time.monotonic()
-    reader = _Reader(found, _dtype(dtype), strict, progress)
+    reader = Reader(found, _dtype(dtype), strict, progress)
     if found.manifest is not None:
         found.manifest.check_files(found.folder)
-    with _one_thread(), _aside(destination, reader.total, team, say) as aside:
+    with _one_thread(), aside(destination, reader.total, team, say) as folder:
 
         def write() -> tuple[Any, dict[str, Entry], list[str]]:
-            part = _on_disk(destination, lambda: writer.write(reader, aside, team))
+            part = on_disk(destination, lambda: writer.write(reader, folder, team))
             return part, reader.entries, reader.complaints
 
         shares = gather_or_raise(team, write)
@@ -221,15 +250,15 @@ def _convert(
             say(f"warning: {complaint}")
 
         def finish() -> None:
-            writer.seal(reader, aside, [part for part, _, _ in shares])
+            writer.seal(reader, folder, [part for part, _, _ in shares])
             kind = dtype or torch_name(found.dtype)
             described = {**found.config, "torch_dtype": kind, "dtype": kind}
-            huggingface.write_companions(aside, described, found.companions)
+            huggingface.write_companions(folder, described, found.companions)
             tables = [huggingface.INDEX, distributed.METADATA, distributed.COMMON, distributed.BACKENDS]
             ordered = {name: entries[name] for place in places(found.shape) for name in place.parts}
-            Manifest(ordered, hash_files(aside, tables)).write(aside)
+            Manifest(ordered, hash_files(folder, tables)).write(folder)
 
-        on_first_rank(team, lambda: _on_disk(destination, finish))
+        on_first_rank(team, lambda: on_disk(destination, finish))
     if found.companions is None:
         say(f"warning: {destination}: without a tokenizer, for {found.folder} does not name one. Copy its files there.")
     return Summary(destination, len(entries), reader.total, time.monotonic() - began, _peak_bytes())
@@ -272,100 +301,15 @@ def _share(items: Sequence[_Item], nbytes: Callable[[_Item], int], team: Team) -
     return [item for index, item in enumerate(items) if owner[index] == team.rank]
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
-
-
-class _Reader:
-    """Reads tensors block by block, looks for NaN, converts, and hashes what comes out."""
-
-    def __init__(self, found: Checkpoint, dtype: torch.dtype | None, strict: bool, progress: Progress) -> None:
-        self._source, self._manifest = found.source, found.manifest
-        self._dtype, self._strict, self._progress = dtype, strict, progress
-        self.entries: dict[str, Entry] = {}
-        self.complaints: list[str] = []
-        self.total = sum(self.nbytes(name) for place in places(found.shape) for name in place.parts)
-        self._done, self._expected = 0, self.total
-
-    def spec(self, name: str) -> Spec:
-        """What a tensor will be."""
-        dtype = self._source.dtype(name) if self._dtype is None else dtype_name(self._dtype)
-        return Spec(dtype, self._source.shape(name))
-
-    def nbytes(self, name: str) -> int:
-        return self.spec(name).nbytes
-
-    def expect(self, names: Iterable[str]) -> None:
-        """These are the tensors that this rank will read."""
-        self._expected = sum(map(self.nbytes, names))
-
-    def blocks(self, name: str, every: int | None = None) -> Iterator[tuple[int, Tensor]]:
-        """(first row, values) of a tensor, in order; a block begins at all multiples of `every` rows."""
-        spec, source = self.spec(name), self._source
-        converted = spec.dtype != source.dtype(name)
-        before, after = Hasher(), Hasher()
-        bad = 0
-        rows = spec.shape[0]
-        for start, stop in _spans(rows, max(1, BLOCK_BYTES // max(1, spec.nbytes // rows)), every or rows):
-            read = source.read(name, 0, start, stop)
-            values = read.to(DTYPES[spec.dtype])
-            bad += _count_bad(values)
-            after.add(values)
-            if self._manifest is not None and converted:
-                before.add(read)
-            yield start, values
-            self._done += values.nbytes
-            self._progress(self._done, self._expected)
-        if self._manifest is not None:
-            self._manifest.check(name, (before if converted else after).digest, source.where(name))
-        if bad:
-            self._complain(name, bad)
-        self.entries[name] = Entry(spec.dtype, spec.shape, after.digest)
-
-    def whole(self, name: str) -> Tensor:
-        """A whole tensor."""
-        blocks = [values for _, values in self.blocks(name)]
-        return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
-
-    def _complain(self, name: str, bad: int) -> None:
-        as_what = "" if self._dtype is None else f" as {torch_name(dtype_name(self._dtype))}"
-        text = f"{self._source.where(name)}: tensor {name}: {bad} values are NaN or infinite{as_what}"
-        if self._strict:
-            raise CheckpointError(f"{text}. Nothing was written. Without --strict it is converted as it is.")
-        self.complaints.append(text)
-
-
-def _spans(rows: int, step: int, every: int) -> Iterator[tuple[int, int]]:
-    """[start, stop) of at most `step` rows each, none of which crosses a multiple of `every`."""
-    start = 0
-    while start < rows:
-        stop = min(start + step, rows, start // every * every + every)
-        yield start, stop
-        start = stop
-
-
-def _count_bad(values: Tensor) -> int:
-    """How many values are NaN or infinite. A sum, which any of them spoils, is thirty times faster than counting."""
-    if bool(torch.isfinite(values.sum())):
-        return 0
-    return values.numel() - int(torch.isfinite(values).sum())
-
-
-def _chunks(reader: _Reader, found: Checkpoint, mine: Iterable[Place]) -> Iterator[tuple[Header | None, Tensor]]:
-    """The values of these parameters as they follow in a dist-checkpoint; a header goes with a chunk's first ones."""
-    for place in mine:
-        above = 0  # rows of the parts before
-        if place.rule.packing is Packing.GROUPED:
-            packed = place.rule.pack([reader.whole(name) for name in place.parts], found.shape)
-            yield _header(place, 0, packed.dtype, tuple(packed.shape)), packed
-            continue
-        for name in place.parts:
-            spec = reader.spec(name)
-            rows = max(1, CHUNK_BYTES // max(1, spec.nbytes // spec.shape[0]))
-            for start, values in reader.blocks(name, rows):
-                size = (min(rows, spec.shape[0] - start), *spec.shape[1:])
-                first = start % rows == 0
-                yield _header(place, above + start, values.dtype, size) if first else None, values
-            above += spec.shape[0]
+def _side_by_side(work: Callable[[_Item], None], items: Iterable[_Item]) -> None:
+    """Do `work` on every item, a few at a time. The first failure is raised, and what has not begun is not done."""
+    with ThreadPoolExecutor(_LANES) as pool:
+        futures = [pool.submit(work, item) for item in items]
+        done, left = wait(futures, return_when=FIRST_EXCEPTION)
+        for future in left:
+            future.cancel()
+        for future in done:
+            future.result()
 
 
 def _header(place: Place, row: int, dtype: torch.dtype, size: tuple[int, ...]) -> Header:
@@ -373,107 +317,3 @@ def _header(place: Place, row: int, dtype: torch.dtype, size: tuple[int, ...]) -
     if place.layer is None:
         return Header(stored_name(place), dtype, offsets, size)
     return Header(stored_name(place), dtype, (place.layer, *offsets), (1, *size))
-
-
-def _ahead(items: Iterator[_Item]) -> Iterator[_Item]:
-    """The same items, the next ones made by another thread while one is used."""
-    made: queue.Queue[tuple[bool, Any]] = queue.Queue(_AHEAD)
-    unwanted = threading.Event()
-
-    def put(done: bool, item: Any) -> None:
-        while not unwanted.is_set():
-            try:
-                made.put((done, item), timeout=0.1)
-                break
-            except queue.Full:
-                continue
-
-    def make() -> None:
-        try:
-            for item in items:
-                put(False, item)
-                if unwanted.is_set():
-                    return
-            put(True, None)
-        except BaseException as error:  # is raised where the items are used
-            put(True, error)
-
-    thread = threading.Thread(target=make, daemon=True)
-    thread.start()
-    try:
-        while True:
-            done, item = made.get()
-            if done and item is not None:
-                raise item
-            if done:
-                return
-            yield item
-    finally:
-        unwanted.set()
-        thread.join()
-
-
-# --- the destination --------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _aside(destination: Path, nbytes: int, team: Team, say: Say) -> Iterator[Path]:
-    """A folder beside `destination` that takes its name in the end, or is removed. Collective."""
-    aside = destination.with_name(f".{destination.name}.partial")
-    lock: list[int] = []
-    on_first_rank(team, lambda: lock.append(_on_disk(destination, lambda: _begin(destination, aside, nbytes, say))))
-    try:
-        yield aside
-        on_first_rank(team, lambda: _on_disk(destination, lambda: _take_name(aside, destination)))
-    finally:
-        if team.rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)
-            os.close(lock[0])
-
-
-def _begin(destination: Path, aside: Path, nbytes: int, say: Say) -> int:
-    """Make the folder and lock it; the lock ends with the process, however that ends."""
-    if destination.exists() or destination.is_symlink():
-        raise CheckpointError(f"{destination}: exists. Nothing was changed. Remove it or choose another folder.")
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    if aside.exists():
-        os.close(_lock(aside))
-        say(f"{aside}: removed, it was left by a conversion that was interrupted; starting from the beginning")
-        shutil.rmtree(aside)
-    free = shutil.disk_usage(destination.parent).free
-    if free < nbytes:
-        raise CheckpointError(
-            f"{destination.parent}: {free / 1e9:,.2f} GB free, {nbytes / 1e9:,.2f} GB are needed. Nothing was written. "
-            "Free disk space or choose another folder."
-        )
-    aside.mkdir()
-    return _lock(aside)
-
-
-def _lock(folder: Path) -> int:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise CheckpointError(f"{folder}: another conversion is writing it. Wait for it, or stop it.") from None
-    except OSError:  # a file system without locks
-        pass
-    return descriptor
-
-
-def _take_name(aside: Path, destination: Path) -> None:
-    if destination.exists():
-        raise CheckpointError(f"{destination}: was made by somebody else meanwhile. Nothing was changed.")
-    aside.rename(destination)
-
-
-def _on_disk(destination: Path, action: Callable[[], _Item]) -> _Item:
-    """What `action` returns; if the disk is full or a folder closed to us, an error that says so."""
-    try:
-        return action()
-    except OSError as error:
-        raise CheckpointError(
-            f"{destination}: not written: {error.strerror or error}{f' ({error.filename})' if error.filename else ''}. "
-            "Free disk space or choose another folder."
-        ) from error

@@ -18,6 +18,7 @@ import json
 import os
 import pickle
 import struct
+import threading
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor
 
 from capo_megatron.errors import CheckpointError
-from capo_megatron.weights.raw import read_rows, write_at
+from capo_megatron.weights.raw import read_rows
 from capo_megatron.weights.shape import ModelShape
 from capo_megatron.weights.sources import dtype_name
 from capo_megatron.weights.table import Home, Packing, Place, places
@@ -39,12 +40,8 @@ from capo_megatron.weights.table import Home, Packing, Place, places
 METADATA = ".metadata"
 BACKENDS = "metadata.json"
 COMMON = "common.pt"
-FILE_BYTES = 5 * 10**9  # after which a rank begins another file
 _PREFIXES = ("", "model.", "module.", "model.module.")  # before the model's tensors: Megatron-LM's and ours; NeMo's
 _ROOTS = ("embedding.", "decoder.", "output_layer.", "mtp.")  # with which the names of a GPTModel's tensors begin
-# Modules of a layer that keep something beside their parameters, which Megatron asks for whenever it loads: None.
-_WITH_EXTRA_STATE = ("self_attention.linear_qkv", "self_attention.linear_proj", "self_attention.core_attention",
-                     "mlp.linear_fc1", "mlp.linear_fc2")  # fmt: skip
 
 
 class Chunk(NamedTuple):
@@ -134,7 +131,7 @@ class DistCheckpoint:
             path = self.folder / chunk.file
             try:
                 with path.open("rb") as file:
-                    start = chunk.offset + _record_start(_Window(file, chunk.offset, chunk.length), stored, chunk)
+                    start = values_start(file, stored, chunk)
             except _UNREADABLE as error:
                 raise CheckpointError(
                     f"{path}: tensor {name}: damaged ({_first_line(error)}). Copy the checkpoint again."
@@ -285,8 +282,12 @@ class _Window(io.RawIOBase):
         return os.pread(self._descriptor, count, self._offset + position)
 
 
-def _record_start(window: _Window, stored: Stored, chunk: Chunk) -> int:
-    """Where the values of a tensor lie in what `torch.save` wrote of it."""
+def values_start(file: BinaryIO | FileIO, stored: Stored, chunk: Chunk) -> int:
+    """Where in a file the values of a chunk begin, from what `torch.save` wrote around them.
+
+    Raises one of many exceptions if it was not torch.save that wrote it, or the bytes are damaged.
+    """
+    window = _Window(file, chunk.offset, chunk.length)
     with torch.serialization.skip_data():  # shape and strides only
         tensor = torch.load(cast(BinaryIO, window), map_location="cpu", weights_only=True)
     if not isinstance(tensor, Tensor) or (tensor.dtype, tuple(tensor.shape)) != (stored.dtype, chunk.sizes):
@@ -301,7 +302,7 @@ def _record_start(window: _Window, stored: Stored, chunk: Chunk) -> int:
         raise ValueError(f"{records[0].file_size} bytes of values, {tensor.nbytes} are needed")
     begin = records[0].header_offset
     name_length, extra_length = struct.unpack("<HH", window.bytes_at(begin + 26, 4))  # of the record's local header
-    return int(begin + 30 + name_length + extra_length)
+    return int(chunk.offset + begin + 30 + name_length + extra_length)
 
 
 class MegatronSource:
@@ -312,7 +313,7 @@ class MegatronSource:
         self.checkpoint, self._model = checkpoint, shape
         self._prefix = model_prefix(checkpoint.tensors) or ""
         self._found: dict[str, tuple[str, int | None, Place, int]] = {}  # name -> tensor, its layer, place, part
-        self._packed: tuple[Place, list[Tensor]] | None = None
+        self._last = threading.local()  # what each thread read of a packed parameter, whose parts are asked for in turn
         used = set()
         for place in places(shape):
             stored, layer = self._stored(place)
@@ -351,12 +352,13 @@ class MegatronSource:
         return self._read(stored, layer, box)
 
     def _unpacked(self, stored: str, layer: int | None, place: Place) -> list[Tensor]:
-        """The parts of a packed parameter; the last ones are kept, because its parts are asked for in turn."""
-        if self._packed is None or self._packed[0] is not place:
-            size = place.rule.local_shape(self._model, 1)
-            whole = self._read(stored, layer, [(0, length) for length in size])
-            self._packed = (place, [part.contiguous() for part in place.rule.unpack(whole, self._model)])
-        return self._packed[1]
+        """The parts of a packed parameter."""
+        if getattr(self._last, "place", None) is not place:
+            whole = self._read(stored, layer, [(0, length) for length in place.rule.local_shape(self._model, 1)])
+            self._last.parts = [part.contiguous() for part in place.rule.unpack(whole, self._model)]
+            self._last.place = place
+        parts: list[Tensor] = self._last.parts
+        return parts
 
     def _read(self, stored: str, layer: int | None, box: list[tuple[int, int]]) -> Tensor:
         if layer is None:
@@ -409,136 +411,3 @@ def model_prefix(names: Iterable[str]) -> str | None:
     """What stands before the names of the model's tensors; None if there is no model among them."""
     known = set(names)
     return next((prefix for prefix in _PREFIXES if prefix + "embedding.word_embeddings.weight" in known), None)
-
-
-# --- writing ----------------------------------------------------------------------------------------------------------
-
-
-class Written(NamedTuple):
-    """A chunk that was written, of the tensor of this name."""
-
-    name: str
-    dtype: torch.dtype
-    chunk: Chunk
-
-
-class Header(NamedTuple):
-    """What a chunk will be: a box of the tensor `name` that begins at `offsets`."""
-
-    name: str
-    dtype: torch.dtype
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-class ChunkFiles:
-    """The `.distcp` files of one rank in the making. A chunk is begun, then its values are written piece by piece."""
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._folder, self._rank = folder, rank
-        self._file: FileIO | None = None
-        self._count = 0
-        self._at = self._end = 0  # where the next values go, and where those of this chunk end
-        self.written: list[Written] = []
-        self.extra: list[tuple[str, Chunk]] = []
-
-    def begin(self, header: Header) -> None:
-        """Lay out what torch.save writes of such a tensor, all but its values."""
-        values = torch.empty(header.sizes, dtype=header.dtype)  # memory that is never touched
-        with torch.serialization.skip_data():
-            chunk, file = self._save(values, header.offsets, header.sizes)
-        stored = Stored(header.dtype, header.sizes, (chunk,))
-        self._at = chunk.offset + _record_start(_Window(file, chunk.offset, chunk.length), stored, chunk)
-        self._end = self._at + values.nbytes
-        self.written.append(Written(header.name, header.dtype, chunk))
-
-    def write(self, values: Tensor) -> None:
-        """The next values of the chunk that was begun last."""
-        assert self._file is not None and self._at + values.nbytes <= self._end, "more values than the chunk has"
-        self._at = write_at(self._file.fileno(), values, self._at)
-
-    def add_extra(self, shape: ModelShape) -> None:
-        """Write what Megatron asks for beside tensors: the extra state of every layer's modules, which is none."""
-        layers = shape.num_hidden_layers
-        for layer in range(layers):
-            for module in _WITH_EXTRA_STATE:
-                chunk, _ = self._save([None], (), ())
-                self.extra.append((f"decoder.layers.{module}._extra_state/shard_{layer}_{layers}", chunk))
-
-    def _save(self, value: Any, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Chunk, FileIO]:
-        assert self._at == self._end, f"{self._end - self._at} bytes of the last chunk were not written"
-        if self._file is None or self._file.tell() > FILE_BYTES:
-            self.close()
-            self._file = FileIO(self._folder / f"__{self._rank}_{self._count}.distcp", "w+")
-            self._count += 1
-        begin = self._file.tell()
-        _save_without_checksums(value, self._file)
-        length = self._file.tell() - begin
-        return Chunk(offsets, sizes, Path(str(self._file.name)).name, begin, length), self._file
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-
-
-def _save_without_checksums(value: Any, file: FileIO) -> None:
-    """As torch.save, in half the processor time. The checksums left out are zip's, which torch does not read."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        torch.save(value, cast(BinaryIO, file))
-    finally:
-        torch.serialization.set_crc32_options(before)
-
-
-def stored_name(place: Place) -> str:
-    """The tensor of a dist-checkpoint in which a parameter lies, under TransformerEngine's name as Megatron has it."""
-    return ("decoder.layers." if place.layer is not None else "") + place.rule.names[-1]
-
-
-def stored_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """The global shape of every tensor of a dist-checkpoint. Vocabularies are not padded: Megatron pads on loading."""
-    found = {}
-    for place in places(shape):
-        size = place.rule.local_shape(shape, 1)
-        size = (shape.vocab_size, *size[1:]) if place.rule.vocabulary else size
-        found[stored_name(place)] = (shape.num_hidden_layers, *size) if place.layer is not None else size
-    return found
-
-
-def write_metadata(
-    folder: Path, shape: ModelShape, written: Sequence[Written], extra: Sequence[tuple[str, Chunk]]
-) -> None:
-    """Write what makes a dist-checkpoint of the ranks' chunks."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import (
-        BytesStorageMetadata,
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        StorageMeta,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
-
-    tensors: dict[str, Any] = {}
-    storage: dict[Any, Any] = {}
-    for name, size in stored_shapes(shape).items():
-        mine = [entry for entry in written if entry.name == name]
-        tensors[name] = TensorStorageMetadata(
-            properties=TensorProperties(dtype=mine[0].dtype),
-            size=torch.Size(size),
-            chunks=[ChunkStorageMetadata(torch.Size(e.chunk.offsets), torch.Size(e.chunk.sizes)) for e in mine],
-        )
-        for index, (_, _, chunk) in enumerate(mine):
-            place = _StorageInfo(chunk.file, chunk.offset, chunk.length)
-            storage[MetadataIndex(name, torch.Size(chunk.offsets), index)] = place
-    for name, chunk in extra:
-        tensors[name] = BytesStorageMetadata()
-        storage[MetadataIndex(name)] = _StorageInfo(chunk.file, chunk.offset, chunk.length)
-    metadata = Metadata(state_dict_metadata=tensors, storage_data=storage, storage_meta=StorageMeta())
-    (folder / METADATA).write_bytes(pickle.dumps(metadata))
-    torch.save({"checkpoint_version": 3.0}, folder / COMMON)
-    backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1,
-                "common_backend": "torch", "common_backend_version": 1}  # fmt: skip
-    (folder / BACKENDS).write_text(json.dumps(backends))

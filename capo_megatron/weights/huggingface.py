@@ -168,7 +168,7 @@ def plan_shards(specs: Mapping[str, Spec], shard_bytes: int) -> dict[str, list[s
 
 
 class ShardFile:
-    """A safetensors file in the making: its header first, then every tensor's bytes in the order of `specs`."""
+    """A safetensors file in the making. Several threads may write, each another tensor."""
 
     def __init__(self, path: Path, specs: Mapping[str, Spec]) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -180,18 +180,20 @@ class ShardFile:
         raw += b" " * (-len(raw) % 8)  # readers map the file: tensors begin aligned
         self._file = FileIO(path, "w")
         self._file.write(len(raw).to_bytes(8, "little") + raw)
-        self._at, self._end = 8 + len(raw), 8 + len(raw) + end
+        first = 8 + len(raw)
+        self._next = {name: first + header[name]["data_offsets"][0] for name in specs}
+        self._ends = {name: first + header[name]["data_offsets"][1] for name in specs}
 
-    def write(self, values: Tensor) -> None:
-        """Append the next values."""
-        self._at = write_at(self._file.fileno(), values, self._at)
+    def write(self, name: str, values: Tensor) -> None:
+        """Write the next values of a tensor."""
+        self._next[name] = write_at(self._file.fileno(), values, self._next[name])
 
     def __enter__(self) -> ShardFile:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         self._file.close()
-        assert kind is not None or self._at == self._end, f"{self._end - self._at} bytes were announced, not written"
+        assert kind is not None or self._next == self._ends, "some of the values were not written"
 
 
 def write_index(folder: Path, shards: Mapping[str, Sequence[str]], specs: Mapping[str, Spec]) -> None:
@@ -256,7 +258,7 @@ def _write_tensors(folder: Path, shape: ModelShape, tensors: Iterator[tuple[str,
             for name in names:
                 found, tensor = next(following)
                 assert (found, tuple(tensor.shape)) == (name, specs[name].shape), f"expected {name}, got {found}"
-                shard.write(tensor.detach().cpu())
+                shard.write(name, tensor.detach().cpu())
     write_index(folder, shards, specs)
     return str(dtype).removeprefix("torch.")
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import pickle
 import re
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -76,6 +77,7 @@ class LegacyCheckpoint:
         self._files = ranks
         self._open: dict[Path, Mapping[str, Any]] = {}
         self._read = 0
+        self._lock = threading.RLock()
         self.virtual = len(self._models(ranks[0, 0]))
         self.iteration = self._load(ranks[0, 0]).get("iteration")
 
@@ -101,16 +103,18 @@ class LegacyCheckpoint:
 
     def read(self, piece: _Piece) -> Tensor:
         """The values of a piece."""
-        if self._read > _KEPT_BYTES:
-            self._open.clear()
-            self._read = 0
-        tensor = self.peek(piece)
-        self._read += tensor.nbytes
-        return tensor
+        with self._lock:
+            if self._read > _KEPT_BYTES:
+                self._open.clear()
+                self._read = 0
+            tensor = self.peek(piece)
+            self._read += tensor.nbytes
+            return tensor
 
     def peek(self, piece: _Piece) -> Tensor:
         """A piece whose values are not looked at."""
-        tensor = self._load(piece.file)[piece.model][piece.name]
+        with self._lock:
+            tensor = self._load(piece.file)[piece.model][piece.name]
         assert isinstance(tensor, Tensor), "_load checks it"
         return tensor
 
@@ -180,7 +184,7 @@ class LegacySource:
     def __init__(self, checkpoint: LegacyCheckpoint, shape: ModelShape) -> None:
         """Raises CheckpointError if the checkpoint does not hold this model."""
         self._checkpoint, self._model = checkpoint, shape
-        self._joined: tuple[Place, list[Tensor]] | None = None
+        self._last = threading.local()  # what each thread joined of a parameter, whose parts are asked for in turn
         self._found: dict[str, tuple[Place, int, list[_Piece]]] = {}
         pieces = checkpoint.pieces()
         if shape.tie_word_embeddings:
@@ -215,14 +219,17 @@ class LegacySource:
 
     def read(self, name: str, dim: int | None = None, start: int = 0, stop: int | None = None) -> Tensor:
         place, index, pieces = self._found[name]
-        if self._joined is None or self._joined[0] is not place:
-            shards = [self._checkpoint.read(piece) for piece in pieces]
-            parts = place.rule.join(shards, self._model)
-            if place.rule.cut is None:  # else joining has made a copy
-                parts = [part.clone() for part in parts]
-            self._joined = (place, parts)
-        whole = self._joined[1][index]
+        if getattr(self._last, "place", None) is not place:
+            self._last.place = self._last.parts = None  # what goes makes room for what comes
+            self._last.parts, self._last.place = self._join(place, pieces), place
+        whole: Tensor = self._last.parts[index]
         return whole if dim is None else whole[(slice(None),) * dim + (slice(start, stop),)].contiguous()
+
+    def _join(self, place: Place, pieces: list[_Piece]) -> list[Tensor]:
+        parts = place.rule.join([self._checkpoint.read(piece) for piece in pieces], self._model)
+        return (
+            parts if place.rule.cut is not None else [part.clone() for part in parts]
+        )  # the others are copies already
 
     def _checked(self, place: Place, pieces: list[_Piece]) -> list[_Piece]:
         """The pieces of one parameter, one per tensor-parallel rank, of the right shape."""

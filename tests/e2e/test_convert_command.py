@@ -106,12 +106,12 @@ def test_a_conversion_killed_in_the_middle_leaves_nothing_and_the_next_one_says_
 ) -> None:
     before = snapshot(place / "hf")
     script = (
-        "import os, signal\nfrom capo_megatron import cli\nfrom capo_megatron.weights import distributed\n"
-        "write = distributed.ChunkFiles.write\nleft = iter(range(9))\n"
+        "import os, signal\nfrom capo_megatron import cli\nfrom capo_megatron.weights import distributed_files\n"
+        "fill = distributed_files.Hole.fill\nleft = iter(range(9))\n"
         "def fail(self, values):\n"
-        "    write(self, values)\n"
+        "    fill(self, values)\n"
         "    if next(left, None) is None: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "distributed.ChunkFiles.write = fail\n"
+        "distributed_files.Hole.fill = fail\n"
         "cli.main(['convert', 'hf-to-megatron', 'hf', 'there'])\n"
     )
     done = subprocess.run([sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})

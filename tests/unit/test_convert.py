@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from capo_megatron.errors import CheckpointError
-from capo_megatron.weights import convert, distributed, huggingface
+from capo_megatron.weights import convert, distributed, distributed_files, huggingface, reading
 from capo_megatron.weights.checkpoint import open_checkpoint
 from capo_megatron.weights.compare import compare
 from capo_megatron.weights.convert import hf_to_megatron, megatron_to_hf
@@ -125,14 +125,14 @@ def test_any_shape_survives_in_blocks_of_any_size(tmp_path: Path, data: st.DataO
     for left in tmp_path.iterdir():
         shutil.rmtree(left)
     source = make(tmp_path / "hf", shape, draw(st.sampled_from([torch.bfloat16, torch.float32])))
-    before = convert.BLOCK_BYTES, convert.CHUNK_BYTES, distributed.FILE_BYTES
-    convert.BLOCK_BYTES, convert.CHUNK_BYTES = draw(st.integers(1, 2000)), draw(st.integers(1, 2000))
-    distributed.FILE_BYTES = draw(st.integers(1, 10**5))
+    before = reading.BLOCK_BYTES, convert.CHUNK_BYTES, distributed_files.FILE_BYTES
+    reading.BLOCK_BYTES, convert.CHUNK_BYTES = draw(st.integers(1, 2000)), draw(st.integers(1, 2000))
+    distributed_files.FILE_BYTES = draw(st.integers(1, 10**5))
     try:
         hf_to_megatron(source, tmp_path / "megatron")
         megatron_to_hf(tmp_path / "megatron", tmp_path / "back", max_shard_bytes=draw(st.integers(1, 10**5)))
     finally:
-        convert.BLOCK_BYTES, convert.CHUNK_BYTES, distributed.FILE_BYTES = before
+        reading.BLOCK_BYTES, convert.CHUNK_BYTES, distributed_files.FILE_BYTES = before
     assert same(tensors(source), tensors(tmp_path / "back"))
 
 
@@ -504,7 +504,7 @@ def test_inspecting_tells_format_model_and_every_tensor(tmp_path: Path) -> None:
     count = sum(tensor.numel() for tensor in tensors(source).values())
     for folder, form, names in (
         (source, "Hugging Face, 3 files", list(tensors(source))),
-        (tmp_path / "megatron", "Megatron dist-checkpoint, 1 file", list(distributed.stored_shapes(PLAIN))),
+        (tmp_path / "megatron", "Megatron dist-checkpoint, 1 file", list(distributed_files.stored_shapes(PLAIN))),
     ):
         lines = inspect(folder)
         assert any(line.startswith("format     " + form) for line in lines), lines
