@@ -20,10 +20,13 @@ from capo_megatron.weights.table import Place, places
 
 FILE_BYTES = 5 * 10**9  # after which a rank begins another file
 # Modules of a layer that keep something beside their parameters, which Megatron asks for whenever it loads: None.
+# The norms are TransformerEngine's.
 _WITH_EXTRA_STATE = (
     "self_attention.linear_qkv",
     "self_attention.linear_proj",
     "self_attention.core_attention",
+    "self_attention.q_layernorm",
+    "self_attention.k_layernorm",
     "mlp.linear_fc1",
     "mlp.linear_fc2",
 )
@@ -87,10 +90,13 @@ class ChunkFiles:
     def add_extra(self, shape: ModelShape) -> None:
         """Write what Megatron asks for beside tensors: the extra state of every layer's modules, which is none."""
         layers = shape.num_hidden_layers
-        for layer in range(layers):
-            for module in _WITH_EXTRA_STATE:
-                chunk, _ = self._save([None], (), ())
-                self.extra.append((f"decoder.layers.{module}._extra_state/shard_{layer}_{layers}", chunk))
+        names = [
+            f"decoder.layers.{module}._extra_state/shard_{layer}_{layers}"
+            for layer in range(layers)
+            for module in _WITH_EXTRA_STATE
+        ]
+        for name in [*names, "decoder.final_layernorm._extra_state/shard_0_1"]:
+            self.extra.append((name, self._save([None], (), ())[0]))
 
     def _save(self, value: Any, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Chunk, FileIO]:
         if not self._files or self._files[-1].tell() > FILE_BYTES:
