@@ -150,6 +150,7 @@ class _MegatronWriter:
         threading.Thread(target=importlib.import_module, args=("torch.distributed.checkpoint",), daemon=True).start()
 
     def write(self, reader: Reader, folder: Path, team: Team) -> Any:
+        _check_dtypes(reader, self._found)
         mine = _share(places(self._found.shape), lambda place: sum(map(reader.nbytes, place.parts)), team)
         reader.expect(name for place in mine for name in place.parts)
         with ChunkFiles(folder, team.rank) as files:
@@ -310,6 +311,19 @@ def _side_by_side(work: Callable[[_Item], None], items: Iterable[_Item]) -> None
             future.cancel()
         for future in done:
             future.result()
+
+
+def _check_dtypes(reader: Reader, found: Checkpoint) -> None:
+    """Raise CheckpointError if a tensor of the dist-checkpoint, which has all layers, would need two dtypes."""
+    first: dict[str, str] = {}
+    for place in places(found.shape):
+        for name in place.parts:
+            other = first.setdefault(stored_name(place), name)
+            if reader.spec(name).dtype != reader.spec(other).dtype:
+                raise CheckpointError(
+                    f"{found.source.where(name)}: tensor {name} is {reader.spec(name).dtype}, {other} is "
+                    f"{reader.spec(other).dtype}; Megatron keeps both in {stored_name(place)}. Choose one: --dtype."
+                )
 
 
 def _header(place: Place, row: int, dtype: torch.dtype, size: tuple[int, ...]) -> Header:

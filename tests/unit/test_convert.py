@@ -417,6 +417,15 @@ def test_a_flipped_bit_in_an_exported_directory_is_noticed_too(tmp_path: Path) -
         hf_to_megatron(tmp_path / "back", tmp_path / "again")
 
 
+def test_layers_of_several_dtypes_need_one_to_be_chosen(tmp_path: Path) -> None:
+    source = make(tmp_path / "hf")
+    rewrite(source / SINGLE, lambda found: found.update({UP: found[UP].float()}))
+    with pytest.raises(CheckpointError, match=rf"tensor {UP} is F32, \S+ is BF16; .* Choose one: --dtype"):
+        hf_to_megatron(source, tmp_path / "megatron")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    hf_to_megatron(source, tmp_path / "megatron", dtype="bfloat16")
+
+
 def test_a_damaged_manifest_is_named(tmp_path: Path) -> None:
     hf_to_megatron(make(tmp_path / "hf"), tmp_path / "megatron")
     for content in ("{", "[]", '{"format": 2, "hash": "xxh3_128"}'):
