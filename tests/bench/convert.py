@@ -1,6 +1,6 @@
 """What converting costs against copying the files, in time and memory.
 
-    python tests/bench/convert.py [--models 1.5B 7B] [--rounds 3] [--folder FOLDER] [--peer]
+    python tests/bench/convert.py [--models 1.5B 7B] [--rounds 3] [--folder FOLDER] [--bridge PYTHON]
 
 Makes a random bfloat16 checkpoint of Qwen2.5-Math's shape in FOLDER (default: a temporary one; three times its size is
 needed), and removes everything again. Each round copies the source with `cp -r`, converts it, copies the result, and
@@ -11,8 +11,8 @@ with the source read once before, and its output is removed after it.
 what is compared with `cp -r`. "synced" lets both end with `sync`, when the bytes are on the disk. Memory is the peak of
 the process's resident set.
 
---peer also lets transformers and Megatron-core do the same by building the model: read the directory into a GPTModel
-and save it with `megatron.core.dist_checkpointing`, load that and save the directory.
+--bridge PYTHON also lets Megatron-Bridge do the same, which builds the model; PYTHON is the interpreter of the
+environment that `convert_bridge.py` describes.
 """
 
 from __future__ import annotations
@@ -57,40 +57,7 @@ began = time.monotonic()
 subprocess.run(["cp", "-r", *sys.argv[1:3]], check=True)
 print(time.monotonic() - began, 0)
 """
-# Both ways of a peer: the whole model in memory, in the dtype of the files.
-PEER = """
-import sys, time
-import torch
-from pathlib import Path
-from megatron.core import dist_checkpointing
-from capo_megatron.config import ParallelConfig
-from capo_megatron.mcore import runtime
-from capo_megatron.mcore.checkpoint import _InProcess
-from capo_megatron.mcore.hf_weights import stream_hf
-from capo_megatron.mcore.model import build_model
-from capo_megatron.mcore.optimizer import CHECKPOINT_METADATA
-from capo_megatron.weights.huggingface import save_hf
-from capo_megatron.weights.shape import read_shape
-from transformers import AutoModelForCausalLM
-from capo_megatron.weights.sources import DictSource
-from capo_megatron.weights.convert import _peak_bytes
-from capo_megatron.mcore.hf_weights import load_hf
-source, target = map(Path, sys.argv[1:3])
-ranks = runtime.start(ParallelConfig(), seed=0)
-began = time.monotonic()
-shape = read_shape(source)
-chunks = build_model(shape, ranks.layout, torch.bfloat16)
-wanted = chunks[0].sharded_state_dict(metadata=dict(CHECKPOINT_METADATA))
-if "{verb}" == "hf_to_megatron":
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
-    load_hf(chunks, shape, ranks.layout, DictSource(dict(model.named_parameters())))
-    target.mkdir()
-    dist_checkpointing.save(wanted, str(target), _InProcess("torch_dist", 1, thread_count=1))
-else:
-    dist_checkpointing.load(wanted, str(source))
-    save_hf(target, shape, stream_hf(chunks, shape, ranks.layout))
-print(time.monotonic() - began, _peak_bytes())
-"""
+BRIDGE = Path(__file__).with_name("convert_bridge.py")
 
 
 class Cost(NamedTuple):
@@ -107,25 +74,27 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path)
-    parser.add_argument("--peer", action="store_true")
+    parser.add_argument("--bridge", type=Path, metavar="PYTHON")
     options = parser.parse_args()
     for name in options.models:
         with tempfile.TemporaryDirectory(dir=options.folder, prefix="convert-") as folder:
-            measure(name, Path(folder), options.rounds, options.peer)
+            measure(name, Path(folder), options.rounds, options.bridge)
 
 
-def measure(name: str, folder: Path, rounds: int, peer: bool) -> None:
+def measure(name: str, folder: Path, rounds: int, bridge: Path | None) -> None:
     """Print the table of one model."""
     source, there = folder / "hf", folder / "megatron"
     save_hf(source, MODELS[name], random_weights(MODELS[name]))
     print(f"\n{name}: {size(source) / 1e9:.1f} GB", flush=True)
-    python(OURS.format(verb="hf_to_megatron"), source, there)
+    subprocess.run([*command("ours", "hf_to_megatron", source, None), str(source), str(there)], check=True)
     found: dict[tuple[str, str], list[Cost]] = {}
     for number in range(rounds):
         for verb, origin in (("hf_to_megatron", source), ("megatron_to_hf", there)):
-            sides = ["cp -r", "ours", *(["builds the model"] if peer else [])]
+            sides = ["cp -r", "ours", *(["Megatron-Bridge"] if bridge else [])]
             for side in sides[:: 1 if number % 2 == 0 else -1]:
-                found.setdefault((verb, side), []).append(run(side, verb, origin, folder / "out"))
+                found.setdefault((verb, side), []).append(
+                    run(command(side, verb, source, bridge), origin, folder / "out")
+                )
     for verb in ("hf_to_megatron", "megatron_to_hf"):
         copy = typical(found[verb, "cp -r"])
         print(f"  {verb:<15} cp -r             {copy.itself:7.2f} s, synced {copy.synced:7.2f} s")
@@ -147,24 +116,27 @@ def _ok(good: bool) -> str:
     return "ok" if good else "missed"
 
 
-def run(side: str, verb: str, origin: Path, target: Path) -> Cost:
+def command(side: str, verb: str, model: Path, bridge: Path | None) -> list[str]:
+    """The command that takes a source and a target behind it, and prints its seconds and its peak memory."""
+    if side == "Megatron-Bridge":
+        return ["sh", "-c", f'exec {bridge} {BRIDGE} {verb} "$0" "$1" {model}']
+    return [sys.executable, "-c", COPY if side == "cp -r" else OURS.format(verb=verb)]
+
+
+def run(words: list[str], origin: Path, target: Path) -> Cost:
     """Copy or convert `origin` to `target`, with `origin` read before, and remove the result."""
     subprocess.run(["sh", "-c", 'cat "$0"/* "$0"/.m* >/dev/null 2>&1; sync', str(origin)], check=True)
     began = time.monotonic()
-    itself, peak = python({"cp -r": COPY, "ours": OURS}.get(side, PEER).format(verb=verb), origin, target)
+    done = subprocess.run([*words, str(origin), str(target)], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise SystemExit(f"{words}\n{done.stderr}")
+    itself, peak = map(float, done.stdout.split()[-2:])
     whole = time.monotonic() - began
     os.sync()
     synced = time.monotonic() - began - (whole - itself)
     shutil.rmtree(target)
     os.sync()
-    return Cost(whole, itself, synced, peak)
-
-
-def python(script: str, *arguments: Path) -> tuple[float, int]:
-    """What a script prints: its seconds, and the peak of its resident memory in bytes."""
-    said = subprocess.run([sys.executable, "-c", script, *arguments], check=True, capture_output=True, text=True).stdout
-    seconds, peak = said.split()[-2:]
-    return float(seconds), int(peak)
+    return Cost(whole, itself, synced, int(peak))
 
 
 def typical(costs: list[Cost]) -> Cost:
