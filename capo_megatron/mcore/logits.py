@@ -33,19 +33,20 @@ def compare_logits(a: Checkpoint, b: Checkpoint, rows: int = 2, length: int = 32
 
 
 @torch.no_grad()
-def logits(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
-    """[b, S, V] in float32, from tokens [b, S]."""
+def logits(checkpoint: Checkpoint, tokens: Tensor, device: str = "cpu") -> Tensor:
+    """[b, S, V] in float32 on the CPU, from tokens [b, S]; a Megatron checkpoint's model runs on `device`."""
     if checkpoint.kind == "huggingface":
         logging.disable_progress_bar()
         model = AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype=torch.float32)
         return model(tokens).logits
-    ranks = runtime.start(ParallelConfig(), seed=0, device="cpu")
+    ranks = runtime.start(ParallelConfig(), seed=0, device=device)
     try:
         [chunk] = build_model(checkpoint.shape, ranks.layout, torch.float32)
         _load(chunk, checkpoint, ranks)
-        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-        hidden = chunk(input_ids=tokens, position_ids=positions, attention_mask=None)
-        return (hidden @ head_weight(chunk).T)[..., : checkpoint.shape.vocab_size]
+        here = tokens.to(ranks.device)
+        positions = torch.arange(here.shape[1], device=ranks.device).expand_as(here)
+        hidden = chunk(input_ids=here, position_ids=positions, attention_mask=None)
+        return (hidden @ head_weight(chunk).T)[..., : checkpoint.shape.vocab_size].cpu()
     finally:
         ranks.stop()
 

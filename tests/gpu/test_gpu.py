@@ -11,8 +11,13 @@ import pytest
 import torch
 
 from capo_megatron.config import ParallelConfig, TrainConfig
+from capo_megatron.weights.checkpoint import open_checkpoint
+from capo_megatron.weights.convert import hf_to_megatron
+from capo_megatron.weights.shape import ModelShape
 from tests.parallel.launch import run_ranks
+from tests.parallel.test_convert_layouts import SHAPES
 from tests.parallel.test_policy_parity import COMBINATIONS, random_weights, run, train_batch
+from tests.unit.test_convert import make
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,7 +33,6 @@ def score_and_step(device: str, dtype: str) -> dict[str, Any]:
     from capo_megatron.mcore import runtime
     from capo_megatron.mcore.model import DTYPES
     from capo_megatron.mcore.policy import MegatronPolicy
-    from capo_megatron.weights.shape import ModelShape
     from capo_megatron.weights.sources import DictSource
 
     ranks = runtime.start(ParallelConfig(), seed=1, device=device)
@@ -68,6 +72,24 @@ def test_nccl_layouts_give_the_numbers_of_one_gpu(parallel: ParallelConfig) -> N
 def test_checkpoint_and_random_states_survive_on_a_gpu(tmp_path: Path) -> None:
     for want, got in run_ranks(_round_trip, 1, str(tmp_path)):
         assert got == pytest.approx(want, rel=1e-4)
+
+
+@needs_te
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=list(SHAPES))
+def test_a_converted_model_loads_into_transformer_engines_layers(tmp_path: Path, shape: ModelShape) -> None:
+    make(tmp_path / "hf", shape, torch.float32)
+    hf_to_megatron(tmp_path / "hf", tmp_path / "megatron")
+    want, got = run_ranks(_logits_of_both, 1, tmp_path)[0]
+    np.testing.assert_allclose(got, want, atol=1e-2 * abs(want).max())  # TF32 products keep 10 bits
+
+
+def _logits_of_both(folder: Path) -> tuple[Any, Any]:
+    from capo_megatron.mcore.logits import logits
+
+    tokens = torch.arange(24).view(2, 12)
+    found = (logits(open_checkpoint(folder / name), tokens, "cuda") for name in ("hf", "megatron"))
+    want, got = (one.numpy() for one in found)
+    return want, got
 
 
 def _round_trip(folder: str) -> list[Any]:
