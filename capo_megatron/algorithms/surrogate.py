@@ -50,7 +50,7 @@ class SurrogateConfig:
     kl: KlKind = "k3"
     kl_in: Literal["loss", "reward"] = "loss"  # reward: summed over a response, at the sampling policy, no gradient
     entropy_coef: float = 0.0  # coefficient of the entropy bonus; > 0 computes entropies with gradient
-    truncated: Truncated = "keep"  # drop: out of statistics, loss and denominators; mask_loss: out of the loss only
+    truncated: Truncated = "keep"  # drop: out of statistics, loss, denominators; mask_loss: of the loss and token means
     mask: Literal["on", "off"] = "off"  # CAPO's noise mask by reference perplexity; on costs a reference pass
     ref_high: Threshold = 2.5  # largest reference perplexity of a correct answer; quartile: 75th percentile, see mask
     ref_low: Threshold = 1.05  # smallest reference perplexity of a wrong answer; quartile: 25th percentile
@@ -212,7 +212,12 @@ class Regularised:
 
 @dataclass(frozen=True)
 class CountedReduction:
-    """`equations.reduction_weights` over the counted rows of a mini-batch; other rows weigh 0.0."""
+    """`equations.reduction_weights` over the counted rows of a mini-batch; other rows weigh 0.0.
+
+    With truncated="mask_loss", cut responses keep their place in group statistics and weigh 0.0. A mean over tokens is
+    one over the tokens that are left; a mean over responses still has all of them in its denominator. So does TRL's
+    mask_truncated_completions.
+    """
 
     mode: ReductionMode
     length: int | None = None
@@ -221,7 +226,8 @@ class CountedReduction:
     def __call__(self, batch: RolloutBatch) -> Tensor:
         counted = counted_rows(batch, self.truncated)
         weights = torch.zeros(batch.response_mask.shape, dtype=torch.float32, device=counted.device)
-        weights[counted] = reduction_weights(batch.response_mask[counted], self.mode, self.length).float()
-        if self.truncated == "mask_loss":
-            weights[batch.truncated] = 0.0
+        masked = batch.truncated & (self.truncated == "mask_loss")
+        tokens = batch.response_mask & ~masked.unsqueeze(1) if self.mode == "token-mean" else batch.response_mask
+        weights[counted] = reduction_weights(tokens[counted], self.mode, self.length).float()
+        weights[masked] = 0.0
         return weights

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from capo_megatron.algorithms import ALGORITHMS, ScapoConfig, SurrogateConfig, build
+from capo_megatron.algorithms import ALGORITHMS, GrpoConfig, ScapoConfig, SurrogateConfig, build
 from capo_megatron.errors import TrainingError
 from capo_megatron.seams import Signal
 from capo_megatron.types import PolicyOutputs, Segment, Signals, TrainBatch
@@ -113,8 +113,19 @@ def test_truncated_responses_leave_what_the_option_says(config: SurrogateConfig)
         got, weights = advantages(algorithm, batch, scored), algorithm.reduction(batch)
         statistics_differ = not torch.allclose(got[rest], without, **CLOSE)
         denominators_differ = not torch.equal(weights[rest], algorithm.reduction(batch.slice(rest)))
-        assert statistics_differ == denominators_differ == (option != "drop")
+        assert statistics_differ == (option != "drop")
+        mean_of_tokens = option == "mask_loss" and algorithm.reduction.mode == "token-mean"
+        assert denominators_differ == (option != "drop" and not mean_of_tokens)
         assert bool(weights[3].any()) == (option == "keep")
+
+
+def test_truncated_responses_out_of_the_loss_leave_a_mean_over_tokens_and_stay_in_one_over_responses() -> None:
+    batch, _ = step([1, 1, 4], [1, 0, 0], [0] * 3, truncated=[0, 0, 1])
+    for reduction, weight in (("token-mean", 1 / 2), ("seq-mean-token-mean", 1 / 3), ("seq-mean-token-sum", 1 / 3)):
+        weights = build(GrpoConfig(truncated="mask_loss", reduction=reduction)).reduction(batch)
+        assert weights.sum(dim=1).tolist() == pytest.approx([weight, weight, 0.0]), reduction
+    weights = build(GrpoConfig(truncated="mask_loss", reduction="constant-length", length=10)).reduction(batch)
+    assert weights.sum(dim=1).tolist() == pytest.approx([1 / 30, 1 / 30, 0.0])
 
 
 @EACH_KIND
