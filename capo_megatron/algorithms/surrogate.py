@@ -37,7 +37,8 @@ from capo_megatron.types import PolicyOutputs, RolloutBatch, TokenLoss, TrainBat
 class SurrogateConfig:
     """Options of the clipped loss that every algorithm has."""
 
-    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid"}  # an unknown key is an error
+    # A dataclass inside a config does not inherit these: an unknown key is an error, and so are infinity and NaN.
+    __pydantic_config__: ClassVar[Mapping[str, Any]] = {"extra": "forbid", "allow_inf_nan": False}
 
     reduction: ReductionMode = "seq-mean-token-mean"
     length: int | None = None  # response budget in tokens; required by, and only for, reduction=constant-length

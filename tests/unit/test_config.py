@@ -255,6 +255,22 @@ def test_algorithm_options_are_checked_like_any_other(loaded, override, message)
     assert "\n" not in said
 
 
+@pytest.mark.parametrize("value", [".inf", "-.inf", ".nan"])
+@pytest.mark.parametrize("kind", list(options.algorithms()))
+def test_algorithm_options_must_be_finite(loaded, kind, value):
+    shown = value.replace(".", "")
+    numbers = {
+        path: annotation
+        for path, annotation in options.known(kind).items()
+        if path.startswith("algorithm.") and float in options._members(annotation)
+    }
+    assert "algorithm.beta" in numbers
+    for path, annotation in numbers.items():
+        said = refusal(loaded, f"algorithm.kind={kind}", f"{path}={value}")
+        wanted = options.describe(annotation).replace("a number", "a finite number")
+        assert said == f"{path}: got {shown}, expected {wanted}. (command line)"
+
+
 def test_switching_the_algorithm_says_which_options_of_the_file_are_dropped(config_file, caplog):
     path = config_file(MINIMAL + "algorithm: {kind: capo, tau: 0.4, clip_low: 0.1}")
     with caplog.at_level(logging.WARNING):
