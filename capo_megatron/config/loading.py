@@ -38,9 +38,9 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration in a YAML file (None: an empty one), with `key.key=value` overrides applied in order.
 
     Values of overrides are YAML (`data.train=[a.jsonl, b.jsonl]`); a mapping sets the options it names and leaves the
-    others alone. An override of `algorithm.kind` that differs from the file's starts from that algorithm's defaults:
-    none of the file's `algorithm` options are kept, and a warning says which were dropped. A response budget that the
-    algorithm needs and is not given is `rollout.max_tokens`, see `resolve`.
+    others alone. An override of `algorithm.kind` that differs from the file's keeps the file's `algorithm` options that
+    mean the same to both algorithms (see `_carries_over`), and a warning says which were dropped. A response budget
+    that the algorithm needs and is not given is `rollout.max_tokens`, see `resolve`.
 
     Raises ConfigError with one line per mistake.
     """
@@ -151,10 +151,28 @@ def _switch_algorithm(tree: dict[str, Any], overrides: Sequence[_Override], path
     after = _wanted_algorithm(overrides, before)
     if after == before or after not in list(schema.algorithms()):  # an unknown one is refused later, without a warning
         return tree
-    dropped = [f"algorithm.{key}" for key in section if key != "kind"]
+    old = schema.algorithm_defaults(before) if before in list(schema.algorithms()) else {}
+    new = schema.algorithm_defaults(after)
+    kept = {key: value for key, value in section.items() if key != "kind" and _carries_over(key, value, old, new)}
+    dropped = [f"algorithm.{key}" for key in section if key != "kind" and key not in kept]
     if dropped:
         _log.warning("algorithm.kind=%s replaces %s of %s: %s not used.", after, before, path, ", ".join(dropped))
-    return {**tree, "algorithm": {"kind": after}}
+    return {**tree, "algorithm": {"kind": after, **kept}}
+
+
+# What makes no sense without another option's value goes where that option goes.
+_GOES_WITH = {"length": "reduction", "reference_decay": "mask"}
+
+
+def _carries_over(key: str, value: Any, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether an option of one algorithm holds for another, given the defaults of both.
+
+    It does if the other has it, too, with the same default: an algorithm with a default of its own, such as GSPO's
+    clips, means something else by it. Where the value is that default, there is nothing to lose.
+    """
+    needed = _GOES_WITH.get(key, key)
+    same = all(name in old and name in new and old[name] == new[name] for name in (key, needed))
+    return same or (key in new and value == new[key])
 
 
 def _wanted_algorithm(overrides: Sequence[_Override], default: Any) -> Any:

@@ -7,7 +7,7 @@ import math
 import reprlib
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -46,6 +46,15 @@ def _is_union(annotation: Any) -> bool:
 def algorithms() -> dict[str, type]:
     """The config class of every algorithm, built in or installed, by its kind."""
     return {kind: section for kind, (section, _) in available().items()}
+
+
+@cache
+def algorithm_defaults(kind: str) -> dict[str, Any]:
+    """The default of every option of an algorithm, by its name; MISSING for one that must be given."""
+    return {
+        spec.name: spec.default if spec.default_factory is MISSING else spec.default_factory()
+        for spec in fields(algorithms()[kind])
+    }
 
 
 @cache

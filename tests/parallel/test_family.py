@@ -56,6 +56,7 @@ OPTIONS = {
     # The penalty goes into the reward where nothing divides by its deviation, see `shaping.with_penalty`.
     "dr_grpo": ["algorithm.length=8", "algorithm.beta=0.01", "algorithm.kl_in=reward"],
     "dapo": ["algorithm.overlong_buffer=6", "algorithm.max_length=8"],
+    "gspo": ["algorithm.reduction=seq-mean-token-mean"],
     "cde": ["algorithm.omega_schedule=linear", "algorithm.omega_until=0.5"],
     "simko": ["algorithm.alpha=0.3", "algorithm.quantile=0.5"],
     "scapo": ["algorithm.credit=0.2", f"algorithm.credit_steps={STEPS}", "data.perturbations=[typo, typo]"],

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from capo_megatron.algorithms import AlgorithmConfig, CapoConfig, GrpoConfig
+from capo_megatron.algorithms import AlgorithmConfig, CapoConfig, GrpoConfig, GspoConfig, build
 from capo_megatron.config import RunConfig, describe_batch, dump, load, options, sections
 from capo_megatron.config.dialect import emit, parse
 from capo_megatron.config.loading import resolve
@@ -274,8 +274,9 @@ def test_algorithm_options_must_be_finite(loaded, kind, value):
 def test_switching_the_algorithm_says_which_options_of_the_file_are_dropped(config_file, caplog):
     path = config_file(MINIMAL + "algorithm: {kind: capo, tau: 0.4, clip_low: 0.1}")
     with caplog.at_level(logging.WARNING):
-        assert load(path, ["algorithm.kind=grpo", "algorithm.clip_high=0.3"]).algorithm == GrpoConfig(clip_high=0.3)
-    assert f"algorithm.kind=grpo replaces capo of {path}: algorithm.tau, algorithm.clip_low not used." in caplog.text
+        switched = load(path, ["algorithm.kind=grpo", "algorithm.clip_high=0.3"]).algorithm
+    assert switched == GrpoConfig(clip_low=0.1, clip_high=0.3)
+    assert f"algorithm.kind=grpo replaces capo of {path}: algorithm.tau not used." in caplog.text
     caplog.clear()
     assert load(path, ["algorithm.kind=capo"]).algorithm == CapoConfig(tau=0.4, clip_low=0.1)
     assert load(path, ["algorithm={tau: 0.5}"]).algorithm == CapoConfig(tau=0.5, clip_low=0.1)
@@ -283,6 +284,33 @@ def test_switching_the_algorithm_says_which_options_of_the_file_are_dropped(conf
     with pytest.raises(ConfigError, match=r"^algorithm\.kind: no such algorithm 'papo'\..*\(command line\)$"):
         load(path, ["algorithm.kind=papo"])
     assert not caplog.text
+
+
+def test_switching_the_algorithm_keeps_what_means_the_same_to_both(config_file, caplog):
+    shared = "reduction: token-mean, beta: 0.1, truncated: drop"
+    path = config_file(MINIMAL + f"algorithm: {{kind: capo, {shared}, clip_low: 0.1, mask: on, tau: 0.5}}")
+    with caplog.at_level(logging.WARNING):
+        grpo = load(path, ["algorithm.kind=grpo"]).algorithm
+        assert grpo == GrpoConfig(reduction="token-mean", beta=0.1, truncated="drop", clip_low=0.1)
+        assert caplog.text.rstrip().endswith(": algorithm.mask, algorithm.tau not used.")
+        gspo = load(path, ["algorithm.kind=gspo"]).algorithm
+        assert gspo == GspoConfig(reduction="token-mean", beta=0.1, truncated="drop")
+        assert caplog.text.rstrip().endswith(": algorithm.clip_low, algorithm.mask, algorithm.tau not used.")
+        dapo = load(path, ["algorithm.kind=dapo"]).algorithm
+        assert (dapo.reduction, dapo.beta, dapo.clip_low) == ("token-mean", 0.1, 0.1)
+        assert caplog.text.rstrip().endswith(": algorithm.mask, algorithm.tau not used."), "its reduction is DAPO's own"
+        caplog.clear()
+        path = config_file(MINIMAL + "algorithm: {kind: grpo, beta: 0.2}")
+        assert load(path, ["algorithm.kind=simko"]).algorithm.beta == 0.2
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("after", list(options.algorithms()))
+@pytest.mark.parametrize("before", list(options.algorithms()))
+def test_switching_the_algorithm_of_a_written_config_gives_one_that_can_be_built(loaded, config_file, before, after):
+    given = {"dr_grpo": ["algorithm.length=9"], "capo": ["algorithm.reference_decay=0.9"]}
+    path = config_file(dump(loaded(f"algorithm.kind={before}", *given.get(before, []))))
+    build(load(path, [f"algorithm.kind={after}"]).algorithm)
 
 
 # --- rules that span sections -----------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from capo_megatron.algorithms import ALGORITHMS, build
+from capo_megatron.assemble import describe
 from capo_megatron.config import load
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -19,6 +20,12 @@ def test_an_example_is_a_valid_config(path: Path) -> None:
     config = load(path)
     config.check(8 if path in COMPARED else 2)
     build(config.algorithm)
+
+
+@pytest.mark.parametrize("kind", list(ALGORITHMS))
+def test_the_quickstarts_config_takes_any_algorithm(kind: str, tmp_path: Path) -> None:
+    needed = ["data.perturbations=[typo, typo]"] if kind == "scapo" else []
+    describe(load(EXAMPLES / "quickstart.yaml", [f"output={tmp_path / 'run'}", f"algorithm.kind={kind}", *needed]), 1)
 
 
 def test_every_algorithm_has_an_example_of_its_name() -> None:
