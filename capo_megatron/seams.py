@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from torch import Tensor
 
 from capo_megatron.errors import CheckpointError
+from capo_megatron.notices import warn_once
 from capo_megatron.types import (
     Grade,
     PolicyOutputs,
@@ -108,6 +109,11 @@ class Algorithm:
             raise CheckpointError(
                 f"algorithm state: the checkpoint has none for {missing}, it has {sorted(state)}: other options of "
                 f"{self.name} trained it. Choose another output, or those options."
+            )
+        if unused := sorted(state.keys() - self.stateful.keys()):
+            warn_once(
+                f"algorithm state: the checkpoint remembers {unused}, of which the present options of {self.name} make "
+                "no use. The next checkpoint forgets it."
             )
         for name, part in self.stateful.items():
             part.load_state_dict(state[name])

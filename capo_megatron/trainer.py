@@ -209,7 +209,7 @@ def _resume(parts: Parts) -> int:
 def take_up(step: int, state: Mapping[str, Any], algorithm: Algorithm, prompts: PromptSource) -> None:
     """Bring algorithm and prompts to where a checkpoint's state left them.
 
-    Raises CheckpointError or DataError if it is of another algorithm or other problems.
+    Raises CheckpointError or DataError if it is of another algorithm, another kind of reference, or other problems.
     """
     lacking = {"method", "prompts", "algorithm"} - state.keys()
     if lacking:
@@ -219,13 +219,25 @@ def take_up(step: int, state: Mapping[str, Any], algorithm: Algorithm, prompts: 
             f"algorithm.kind={algorithm.name}: the checkpoint of step {step} in this output was trained by "
             f"{state['method']}. Nothing was changed. Choose another output, or algorithm.kind={state['method']}."
         )
+    _check_reference(step, state, algorithm)
     prompts.load_state_dict(state["prompts"])
     algorithm.load_state_dict(state["algorithm"])
+
+
+def _check_reference(step: int, state: Mapping[str, Any], algorithm: Algorithm) -> None:
+    averaged = bool(state.get("averaged_reference", False))  # which the first checkpoints of this program do not say
+    if averaged != (decay := algorithm.reference_decay is not None):
+        option = f"algorithm.reference_decay={algorithm.reference_decay if decay else 'null'}"
+        raise CheckpointError(
+            f"{option}: the checkpoint of step {step} in this output has {'an averaged' if averaged else 'a fixed'} "
+            f"reference: other options of {algorithm.name} trained it. Choose another output, or those options."
+        )
 
 
 def _save(parts: Parts, step: int) -> int:
     state = {
         "method": parts.algorithm.name,
+        "averaged_reference": parts.algorithm.reference_decay is not None,
         "prompts": parts.prompts.state_dict(),
         "algorithm": parts.algorithm.state_dict(),
     }

@@ -272,6 +272,10 @@ def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             r"step_000001: saved for a model with hidden_size 16, this one has 32\. Nothing",
         ),
         (["algorithm.kind=grpo"], r"algorithm\.kind=grpo: .* was trained by capo\. .* Choose another output, or"),
+        (
+            ["algorithm.reference_decay=0.9"],
+            r"algorithm\.reference_decay=0\.9: .* a fixed reference: other options of c",
+        ),
         (["seed=7"], r"data: cannot resume, the .* of the training problems was .*new output folder"),
     ],
 )

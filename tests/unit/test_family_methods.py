@@ -149,6 +149,17 @@ def test_codapo_continues_in_the_phase_in_which_it_was_saved() -> None:
         resumed.load_state_dict({})
 
 
+def test_saved_state_that_no_option_uses_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    state = build(CodapoConfig(mask="on")).state_dict()
+    for _ in range(2):
+        build(CodapoConfig(refocus=False)).load_state_dict(state)
+    (warning,) = caplog.messages
+    assert warning.startswith("algorithm state: the checkpoint remembers ['focus', 'reference_mask'], of which the pre")
+    caplog.clear()
+    build(CodapoConfig(mask="on")).load_state_dict(state)
+    assert not caplog.messages
+
+
 def test_codapo_takes_copies_of_a_problem_for_groups_of_their_own() -> None:
     batch, scored = codapo_batch()
     twins = replace(batch, problems=(batch.problems[0],) * 4)

@@ -14,7 +14,7 @@ import torch
 
 from capo_megatron.config import RunConfig
 from capo_megatron.data import ShuffledSource
-from capo_megatron.errors import RolloutError, TrainingError
+from capo_megatron.errors import CheckpointError, RolloutError, TrainingError
 from capo_megatron.runlog import log as runlog
 from capo_megatron.runlog import read_rows
 from capo_megatron.seams import Signal
@@ -252,6 +252,31 @@ def test_a_finished_run_does_nothing_more(tmp_path: Path) -> None:
     before, again = rows(config), Events()
     assert train(config, fake_parts(config, again, saved)) == 4
     assert again.names == ["wake", "refit"] and rows(config) == before
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, 0.9), (0.9, None)])
+def test_a_run_is_not_resumed_with_another_kind_of_reference(
+    before: float | None, after: float | None, tmp_path: Path
+) -> None:
+    config, saved = fake_config(tmp_path), Saved()
+    train(config, fake_parts(config, Events(), saved, fake_algorithm(reference_decay=before)))
+    train(config, fake_parts(config, Events(), saved, fake_algorithm(reference_decay=before and 0.5)))
+    was = "an averaged" if before else "a fixed"
+    now = f"algorithm.reference_decay={after or 'null'}"
+    words = rf"^{now}: the checkpoint of step 4 .* has {was} reference: other options of fake trained it\. Choose"
+    with pytest.raises(CheckpointError, match=words):
+        train(config, fake_parts(config, Events(), saved, fake_algorithm(reference_decay=after)))
+
+
+def test_a_checkpoint_that_does_not_say_what_its_reference_is_has_a_fixed_one(tmp_path: Path) -> None:
+    config, saved = fake_config(tmp_path), Saved()
+    train(config, fake_parts(config, Events(), saved))
+    for step, (version, weight, state) in saved.items():
+        saved[step] = (version, weight, state.replace('"averaged_reference": false, ', ""))
+    assert "averaged_reference" not in str(saved)
+    train(config, fake_parts(config, Events(), saved))
+    with pytest.raises(CheckpointError, match="has a fixed reference"):
+        train(config, fake_parts(config, Events(), saved, fake_algorithm(reference_decay=0.9)))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
