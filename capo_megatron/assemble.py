@@ -129,7 +129,8 @@ def accept(config: RunConfig, world: int) -> Accepted:
     _check_base(model, output)
     saved = DistCheckpointStore(output, Solo()).check(model.shape)
     if saved is not None:
-        take_up(*saved, build_algorithm(config.algorithm), ShuffledSource(data.train, config.seed, config.data.shuffle))
+        prompts = ShuffledSource(data.train, config.seed, config.data.shuffle)
+        take_up(*saved, build_algorithm(config.algorithm), prompts, config.train.steps)
     require_packages(config.log)
     model.check_weights()
     return Accepted(model, data, algorithm)

@@ -17,6 +17,7 @@ from capo_megatron.agreement import gather_or_raise
 from capo_megatron.config import RunConfig
 from capo_megatron.errors import CheckpointError, RolloutError, TrainingError
 from capo_megatron.evaluation.run import evaluate, summarise
+from capo_megatron.notices import warn_once
 from capo_megatron.rollout.collect import Collected, collect
 from capo_megatron.rollout.perturbed import perturbed_logprobs
 from capo_megatron.rollout.proof import Probe
@@ -55,7 +56,7 @@ class Parts:
 def train(config: RunConfig, parts: Parts) -> int:
     """Train until `config.train.steps` or a signal to stop, resuming from the newest checkpoint; the step reached."""
     policy, log, team, algorithm = parts.policy, parts.log, parts.team, parts.algorithm
-    step = saved = _resume(parts)
+    step = saved = _resume(config, parts)
     probe = Probe(config.rollout.probe_rows, config.probe_tolerance)
     skipped = 0
     gap = _refit(parts, probe)
@@ -94,9 +95,9 @@ def train(config: RunConfig, parts: Parts) -> int:
             log.step(step, metrics)
             if config.checkpoint.every and step % config.checkpoint.every == 0:
                 with log.phase("checkpoint"):
-                    saved = _save(parts, step)
+                    saved = _save(config, parts, step)
         if saved != step:
-            _save(parts, step)
+            _save(config, parts, step)
     return step
 
 
@@ -194,20 +195,20 @@ def _validate(config: RunConfig, parts: Parts, step: int) -> dict[str, float]:
 # --- bookkeeping ------------------------------------------------------------------------------------------------------
 
 
-def _resume(parts: Parts) -> int:
+def _resume(config: RunConfig, parts: Parts) -> int:
     """The step that the newest checkpoint reached, 0 without one. The log begins only once it has been accepted."""
     found = parts.store.load(parts.policy)
     if found is None:
         parts.log.resume_from(-1)
         return 0
     step, state = found
-    take_up(step, state, parts.algorithm, parts.prompts)
+    take_up(step, state, parts.algorithm, parts.prompts, config.train.steps)
     parts.log.resume_from(step)
     return step
 
 
-def take_up(step: int, state: Mapping[str, Any], algorithm: Algorithm, prompts: PromptSource) -> None:
-    """Bring algorithm and prompts to where a checkpoint's state left them.
+def take_up(step: int, state: Mapping[str, Any], algorithm: Algorithm, prompts: PromptSource, steps: int) -> None:
+    """Bring algorithm and prompts to where a checkpoint's state left them, for a run of so many `steps`.
 
     Raises CheckpointError or DataError if it is of another algorithm, another kind of reference, or other problems.
     """
@@ -222,6 +223,13 @@ def take_up(step: int, state: Mapping[str, Any], algorithm: Algorithm, prompts: 
     _check_reference(step, state, algorithm)
     prompts.load_state_dict(state["prompts"])
     algorithm.load_state_dict(state["algorithm"])
+    spanned = state.get("steps", steps)
+    if algorithm.scheduled and spanned != steps:
+        warn_once(
+            f"train.steps={steps}: the checkpoint of step {step} is of a run of {spanned} steps, over which a schedule "
+            f"of {algorithm.name} stretches. It goes on at {step / steps:.0%} of the run instead of "
+            f"{step / spanned:.0%}."
+        )
 
 
 def _check_reference(step: int, state: Mapping[str, Any], algorithm: Algorithm) -> None:
@@ -234,9 +242,10 @@ def _check_reference(step: int, state: Mapping[str, Any], algorithm: Algorithm) 
         )
 
 
-def _save(parts: Parts, step: int) -> int:
+def _save(config: RunConfig, parts: Parts, step: int) -> int:
     state = {
         "method": parts.algorithm.name,
+        "steps": config.train.steps,
         "averaged_reference": parts.algorithm.reference_decay is not None,
         "prompts": parts.prompts.state_dict(),
         "algorithm": parts.algorithm.state_dict(),

@@ -41,7 +41,7 @@ All log-probs, the reference's too, are taken at the sampling temperature.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -94,7 +94,8 @@ def build(config: CapoConfig) -> Algorithm:
     mask = noise_mask(config)
     estimator = PairwiseAdvantage(config, mask if config.mask_scope == "pairs" else None)
     whole = with_centred_penalty(config, estimator)
-    return assemble(config.kind, config, whole, noise=mask, report=estimator.report)
+    algorithm = assemble(config.kind, config, whole, noise=mask, report=estimator.report)
+    return replace(algorithm, scheduled=config.tau_schedule != "constant")
 
 
 @dataclass

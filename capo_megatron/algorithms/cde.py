@@ -16,7 +16,7 @@ The paper's other half, a critic with several value heads, needs a critic, which
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import Tensor
@@ -54,7 +54,8 @@ def build(config: CdeConfig) -> Algorithm:
     require("kappa", config.kappa, config.kappa > 0, "must be larger than 0")
     require("omega_until", config.omega_until, 0 < config.omega_until <= 1, "must be above 0 and at most 1")
     reward = CuriousReward(config, VerdictReward(config.reward_range))
-    return assemble(config.kind, config, group_advantage(config, reward), report=reward.report)
+    algorithm = assemble(config.kind, config, group_advantage(config, reward), report=reward.report)
+    return replace(algorithm, scheduled=config.omega_schedule != "constant")
 
 
 @dataclass

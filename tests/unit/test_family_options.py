@@ -10,6 +10,7 @@ from torch import Tensor
 
 from capo_megatron.algorithms import (
     CapoConfig,
+    CdeConfig,
     GrpoConfig,
     build,
 )
@@ -90,3 +91,10 @@ def test_capos_tau_follows_its_schedule_and_its_variants_reach_the_equation() ->
     for options in ({"weight_floor": 0.5}, {"norm": "mass", "mass_exponent": 0.5}, {"norm": "mass"}):
         got = build(CapoConfig(**options)).estimator(batch, scored)
         assert torch.equal(got, want(0.6, **options)) and not torch.equal(got, want(0.6))
+
+
+def test_algorithms_that_follow_a_schedule_say_so() -> None:
+    scheduled = {name for name, config in PLAIN.items() if build(config).scheduled}
+    assert scheduled == {"cde"}
+    assert build(CapoConfig(tau_schedule="cosine", tau_end=0.3)).scheduled
+    assert not build(CdeConfig(omega_schedule="constant")).scheduled

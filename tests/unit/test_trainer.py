@@ -279,6 +279,25 @@ def test_a_checkpoint_that_does_not_say_what_its_reference_is_has_a_fixed_one(tm
         train(config, fake_parts(config, Events(), saved, fake_algorithm(reference_decay=0.9)))
 
 
+def test_a_run_that_is_made_longer_says_that_its_schedules_move(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, saved = fake_config(tmp_path), Saved()
+    train(config, fake_parts(config, Events(), saved, fake_algorithm(scheduled=True)))
+    train(config, fake_parts(config, Events(), saved, fake_algorithm(scheduled=True)))
+    longer = fake_config(tmp_path, train={"steps": 8})
+    train(longer, fake_parts(longer, Events(), dict(saved), fake_algorithm()))
+    assert not caplog.messages
+    train(longer, fake_parts(longer, Events(), saved, fake_algorithm(scheduled=True)))
+    (warning,) = caplog.messages
+    assert warning.startswith(
+        "train.steps=8: the checkpoint of step 4 is of a run of 4 steps, over which a schedule of"
+    )
+    assert warning.endswith("It goes on at 50% of the run instead of 100%.")
+    train(longer, fake_parts(longer, Events(), saved, fake_algorithm(scheduled=True)))
+    assert len(caplog.messages) == 1, "the run of 8 steps has saved since"
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_finishes_the_step_saves_it_and_stops(number: signal.Signals, tmp_path: Path) -> None:
     if threading.current_thread() is not threading.main_thread():
