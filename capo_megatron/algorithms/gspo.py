@@ -10,6 +10,7 @@ on-policy, loss and gradient are GRPO's. Trained token by token (`equations.gspo
 over nothing: a row always lies whole in one micro-batch.
 
 Any other algorithm takes this ratio by `ratio: sequence` (with clips of this size), CAPO's estimator among them.
+Clips of a ratio per token, and a reduction other than `seq-mean-token-mean`, are warned of.
 """
 
 from __future__ import annotations

@@ -29,8 +29,11 @@ from capo_megatron.algorithms.equations import (
 )
 from capo_megatron.algorithms.noise_mask import ReferencePerplexityMask, Threshold
 from capo_megatron.errors import ConfigError
+from capo_megatron.notices import warn_once
 from capo_megatron.seams import AdvantageEstimator, Algorithm, PolicyLoss, Signal, Stateful
 from capo_megatron.types import PolicyOutputs, RolloutBatch, TokenLoss, TrainBatch
+
+_TOKEN_CLIP = 0.1  # a clip from here on is meant for a ratio per token: GSPO's are 300 times smaller
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +81,7 @@ def assemble(
     estimator and the loss read beyond old log-probs; what the extra terms need is added.
     """
     check_surrogate(config)
+    _warn_of_sequence_ratio(config)
     noise = noise or noise_mask(config)
     in_loss = config.beta if config.kl_in == "loss" else 0.0
     return Algorithm(
@@ -120,6 +124,22 @@ def check_surrogate(config: SurrogateConfig) -> None:
     else:
         advice = f"not used by reduction={config.reduction}; remove it or choose constant-length"
         require("length", config.length, config.length is None, advice)
+
+
+def _warn_of_sequence_ratio(config: SurrogateConfig) -> None:
+    """Warn of what makes GSPO's ratio something else, or do nothing."""
+    if config.ratio != "sequence":
+        return
+    if config.reduction != "seq-mean-token-mean":
+        warn_once(
+            f"algorithm.reduction={config.reduction}: with one ratio per response, only seq-mean-token-mean gives "
+            "GSPO's loss. Here responses do not count the same, but by their length."
+        )
+    if max(config.clip_low, config.clip_high) >= _TOKEN_CLIP:
+        warn_once(
+            f"algorithm.clip_low={config.clip_low:g}, algorithm.clip_high={config.clip_high:g}: clips of a ratio per "
+            "token. One ratio per response moves far less and is hardly ever clipped by them; GSPO's are 3e-4 and 4e-4."
+        )
 
 
 def require(option: str, value: object, holds: bool, rule: str) -> None:

@@ -70,6 +70,18 @@ def test_gspo_loss_and_gradient_are_those_of_the_golden_case() -> None:
     assert rows_of(token.metrics["clip_share"], batch) == [0.0, 0.0, 0.0]
 
 
+def test_what_makes_gspos_ratio_something_else_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    for fine in (GspoConfig(), GrpoConfig(ratio="sequence", clip_low=3e-4, clip_high=4e-4), CdeConfig()):
+        build(fine)
+    assert not caplog.messages
+    for _ in range(2):
+        build(GspoConfig(reduction="token-mean"))
+        build(GrpoConfig(ratio="sequence"))
+    by_length, clips = caplog.messages
+    assert by_length.startswith("algorithm.reduction=token-mean: with one ratio per response, only seq-mean-token-mean")
+    assert clips.startswith("algorithm.clip_low=0.2, algorithm.clip_high=0.2: clips of a ratio per token.")
+
+
 @pytest.mark.parametrize("kind", ["capo", "dcpo", "scapo", "cde"])
 def test_any_estimator_may_train_on_the_sequence_ratio(kind: str) -> None:
     batch, scored = uneven()
