@@ -8,7 +8,7 @@ with every algorithm.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -31,7 +31,7 @@ from capo_megatron.algorithms.noise_mask import ReferencePerplexityMask, Thresho
 from capo_megatron.errors import ConfigError
 from capo_megatron.notices import warn_once
 from capo_megatron.seams import AdvantageEstimator, Algorithm, PolicyLoss, Signal, Stateful
-from capo_megatron.types import PolicyOutputs, RolloutBatch, TokenLoss, TrainBatch
+from capo_megatron.types import PolicyOutputs, RolloutBatch, Signals, TokenLoss, TrainBatch
 
 _TOKEN_CLIP = 0.1  # a clip from here on is meant for a ratio per token: GSPO's are 300 times smaller
 
@@ -84,9 +84,10 @@ def assemble(
     _warn_of_sequence_ratio(config)
     noise = noise or noise_mask(config)
     in_loss = config.beta if config.kl_in == "loss" else 0.0
+    in_reward = NotedKl(estimator, config.kl) if config.beta > 0 and config.kl_in == "reward" else None
     return Algorithm(
         name=name,
-        estimator=estimator,
+        estimator=in_reward or estimator,
         loss=Regularised(loss or clipped_loss(config), in_loss, config.kl, config.entropy_coef, config.importance_cap),
         reduction=CountedReduction(config.reduction, config.length, config.truncated),
         masks=(noise,) if noise else (),
@@ -95,7 +96,11 @@ def assemble(
         top_k=top_k,
         reference_decay=config.reference_decay,
         stateful={**({"reference_mask": noise} if noise else {}), **(stateful or {})},
-        report=lambda: {**(noise.report() if noise else {}), **report()},
+        report=lambda: {
+            **(noise.report() if noise else {}),
+            **(in_reward.report() if in_reward else {}),
+            **report(),
+        },
     )
 
 
@@ -146,6 +151,26 @@ def require(option: str, value: object, holds: bool, rule: str) -> None:
     """Raise ConfigError for `algorithm.<option>` unless the rule holds."""
     if not holds:
         raise ConfigError(f"algorithm.{option}={'null' if value is None else value}: {rule}.")
+
+
+@dataclass
+class NotedKl:
+    """An estimator whose reward holds the KL to the reference model, and how large that is: as it is in the loss."""
+
+    estimator: AdvantageEstimator
+    kl: KlKind
+    _last: dict[str, float] = field(default_factory=dict)
+
+    def __call__(self, batch: RolloutBatch, signals: Signals) -> Tensor:
+        advantages = self.estimator(batch, signals)  # which refuses log-probs that are not finite
+        reference = present(signals.ref_logprobs, "Signals.ref_logprobs")
+        penalty = kl_penalty(signals.old_logprobs, reference, self.kl)[batch.response_mask]
+        self._last = {"reward/reference_kl": float(penalty.mean())} if penalty.numel() else {}
+        return advantages
+
+    def report(self) -> dict[str, float]:
+        """Of the last step: the mean estimate per response token, by the policy that sampled."""
+        return self._last
 
 
 # --- the loss -----------------------------------------------------------------------------------------------------

@@ -58,6 +58,19 @@ def test_the_kl_in_the_reward_is_subtracted_before_groups_are_compared(kl: str) 
 
 
 @pytest.mark.parametrize("kind", PLAIN)
+def test_the_kl_in_the_reward_is_logged_as_that_in_the_loss_is(kind: str) -> None:
+    batch, scored = uneven()
+    algorithm = build(replace(PLAIN[kind], beta=0.3, kl="k2", kl_in="reward"))
+    advantages(algorithm, batch, scored)
+    want = kl_penalty(scored.old_logprobs, scored.ref_logprobs, "k2")[batch.response_mask].mean()
+    assert algorithm.report()["reward/reference_kl"] == pytest.approx(float(want))
+    for without in (replace(PLAIN[kind], beta=0.3), replace(PLAIN[kind], beta=0.0, kl_in="reward")):
+        algorithm = build(without)
+        advantages(algorithm, batch, scored)
+        assert "reward/reference_kl" not in algorithm.report()
+
+
+@pytest.mark.parametrize("kind", PLAIN)
 def test_importance_weights_multiply_any_policy_loss_and_leave_the_other_terms(kind: str) -> None:
     batch, scored = uneven()
     config = replace(PLAIN[kind], beta=0.0)
