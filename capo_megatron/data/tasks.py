@@ -25,6 +25,7 @@ from capo_megatron.data.splits import Demonstration, read_options
 from capo_megatron.data.templates import Template, load_template
 from capo_megatron.data.tokenizer import load_tokenizer
 from capo_megatron.errors import DataError
+from capo_megatron.notices import warn_once
 from capo_megatron.types import Problem
 
 _GYM = "reasoning_gym/"
@@ -63,7 +64,8 @@ def make_task(
 ) -> Task:
     """The task that `config.task` names, with `config.task_options`. Raises DataError.
 
-    `instruction` goes into the prompts of reasoning-gym; chain and one_digit have no room for it in theirs.
+    `instruction` goes into the prompts of reasoning-gym; chain and one_digit have no room for it in theirs, and a
+    warning says so.
     """
     name, options = config.task or "", config.task_options
     _check_name(name)
@@ -72,6 +74,11 @@ def make_task(
         return GymTask(name.removeprefix(_GYM), options, template, tokenizer, seed)
     if config.template not in ("plain", DataConfig.template) or config.system_prompt is not None:
         raise DataError(f"data.template: the task {name} writes its own prompts. Use plain, and no system_prompt.")
+    if instruction is not None:
+        warn_once(
+            f"data.task={name}: it writes its own prompts, without algorithm.instruction. No response can be expected "
+            "to have what that asks for. Use problem files or a task of reasoning_gym."
+        )
     if name == "chain":
         return ChainTask(read_options(name, ChainOptions, options), tokenizer, seed)
     return OneDigitTask(read_options(name, OneDigitOptions, options), tokenizer, seed)

@@ -9,6 +9,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from capo_megatron.data.problems import did_you_mean
+from capo_megatron.data.tokenizer import encode
 from capo_megatron.errors import DataError
 
 Template = Callable[[str], str]
@@ -27,11 +28,20 @@ def load_template(
     `qwen25-math` is ChatML with the boxed instruction as system prompt, open for the assistant; `chat` is the
     tokenizer's own chat template; `plain` is the problem as it is; anything else is a file with a Jinja template,
     which sees `problem`, `messages` and all that a chat template sees. `system_prompt` replaces the template's own.
-    Raises DataError if the template cannot be used with this tokenizer, or would drop the problem or the system
-    prompt.
+    Raises DataError if the template or the instruction cannot be used with this tokenizer, or the template would drop
+    the problem or the system prompt.
     """
     template = _template(name, system_prompt, tokenizer)
-    return template if instruction is None else lambda problem: template(f"{problem}\n{instruction}")
+    if instruction is None:
+        return template
+    try:
+        encode(tokenizer, [f"\n{instruction}"])
+    except DataError as error:  # of the tokenizer, which knows nothing of instructions
+        raise DataError(
+            f"algorithm.instruction: {str(error).removeprefix('model.')} It is added to every problem: use a tokenizer "
+            "that can write it, or an algorithm without one."
+        ) from error
+    return lambda problem: template(f"{problem}\n{instruction}")
 
 
 def _template(name: str, system_prompt: str | None, tokenizer: PreTrainedTokenizerBase) -> Template:

@@ -92,6 +92,20 @@ def test_gym_prompts_go_through_the_template() -> None:
     assert TOKENIZER.decode(problem.prompt_ids) == problem.prompt
 
 
+@pytest.mark.parametrize("name", ["chain", "one_digit"])
+def test_a_task_that_writes_its_own_prompts_warns_that_it_has_no_room_for_an_instruction(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = DataConfig(task=name, template="plain")
+    make_task(config, TOKENIZER, 0)
+    make_task(DataConfig(task="reasoning_gym/gcd", template="plain"), TOKENIZER, 0, "Say how sure you are.")
+    assert not caplog.messages
+    for seed in range(2):
+        make_task(config, TOKENIZER, seed, "Say how sure you are.")
+    (warning,) = caplog.messages
+    assert warning.startswith(f"data.task={name}: it writes its own prompts, without algorithm.instruction.")
+
+
 def test_gym_options_reach_the_generator() -> None:
     for problem in gym("chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=1).train_problems(20):
         assert problem.extra["rg_entry"]["metadata"]["num_terms"] == 2

@@ -84,3 +84,15 @@ def test_templates_that_fail_are_refused(tmp_path: Path) -> None:
     )
     file.write_bytes(b"\xff")
     assert "cannot be read as UTF-8" in refusal(str(file))
+
+
+def test_an_instruction_that_a_tokenizer_of_characters_cannot_write_is_named() -> None:
+    assert load_template("plain", None, TOKENIZER, "How sure?")("1+1=") == "1+1=\nHow sure?"
+    for symbols, lacking in (("How sure?", r"'\n'"), ("How sur?\n", "'e'")):
+        with pytest.raises(DataError) as caught:
+            load_template("plain", None, character_tokenizer(symbols, "$", "#"), "How sure?")
+        said = str(caught.value)
+        assert said.startswith(
+            f"algorithm.instruction: tokenizer: it has one token per character, and none for {lacking}."
+        )
+        assert "\n" not in said
