@@ -12,10 +12,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from transformers import PreTrainedTokenizerBase
+
 from capo_megatron.agreement import gather_or_raise, on_first_rank
 from capo_megatron.algorithms import build as build_algorithm
-from capo_megatron.config import RunConfig, describe_batch, dump
-from capo_megatron.data import Data, ShuffledSource, encode, load_data, load_problems, load_template, make_task
+from capo_megatron.config import DataConfig, RunConfig, describe_batch, dump
+from capo_megatron.data import (
+    Data,
+    ShuffledSource,
+    encode,
+    load_data,
+    load_problems,
+    load_template,
+    make_task,
+    one_token_per_character,
+)
 from capo_megatron.errors import ConfigError, DataError
 from capo_megatron.evaluation.run import evaluate, summarise, write_records
 from capo_megatron.mcore import runtime
@@ -121,8 +132,12 @@ def accept(config: RunConfig, world: int) -> Accepted:
     config.check(world)
     model = Model.accept(config)
     algorithm = build_algorithm(config.algorithm)
+    if algorithm.top_k > model.shape.vocab_size:
+        raise ConfigError(
+            f"algorithm.top_k={algorithm.top_k}: the model has {model.shape.vocab_size} tokens. Lower it."
+        )
     data = load_data(config.data, model.tokenizer, config.seed, algorithm.instruction)
-    _check_wordings(algorithm, data)
+    _check_wordings(algorithm, data, config.data, model.tokenizer)
     output = Path(config.output)
     for folder in (output, *([model.base.directory] if model.base else [])):
         check_writable(folder)
@@ -144,11 +159,13 @@ def _check_base(model: Model, output: Path) -> None:
         raise ConfigError(f"warmup.path: {base} lies in the run's own folder {run}. Choose a path outside of it.")
 
 
-def _check_wordings(algorithm: Algorithm, data: Data) -> None:
+def _check_wordings(algorithm: Algorithm, data: Data, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     if Signal.PERTURBED in algorithm.needs and not any(problem.perturbed for problem in data.train):
+        kinds = "typo, typo" if one_token_per_character(tokenizer) else "typo, suffix, scenario"
+        column = ", or data.perturbed_column to a list of texts" if config.task is None else ""
         raise ConfigError(
             f"algorithm.kind={algorithm.name}: it compares several wordings of each problem, and no problem has any. "
-            "Set data.perturbations=[typo, suffix, scenario], or data.perturbed_column to a list of texts."
+            f"Set data.perturbations=[{kinds}]{column}."
         )
 
 

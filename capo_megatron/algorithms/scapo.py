@@ -6,6 +6,8 @@ policy that sampled it, after the problem and after its k-th perturbed wording:
     d_k = 2 tanh(|log p_0 - log p_k| / 2),   u = z(mean_k z(-d_k)),   z standardises over a group's tokens
     A[i, t] = GRPO's advantage + lambda min(u, 0)        lambda > 0 in the first `credit_steps` optimizer steps only
 
+Advantages are made once per rollout: one that begins before `credit_steps` are over has lambda in all of its updates.
+The number is thus rounded up to whole rollouts.
 Groups of one verdict have no advantage but still this correction. The perturbed wordings come with the data
 (`data.perturbations`, `data.perturbed_column`); a problem with fewer of them uses those it has, one with none gets no
 correction. Each k costs a scoring pass while lambda is not 0.
@@ -40,7 +42,7 @@ class ScapoConfig(GroupConfig):
     dual_clip: float | None = 10.0
     reward: str = "reward"  # which of the named rewards
     credit: float = 0.01  # lambda
-    credit_steps: int = 120  # optimizer steps with a correction (paper: 120 for 4B, 200 for 1.7B)
+    credit_steps: int = 120  # optimizer steps with a correction, up to whole rollouts (paper: 120 for 4B, 200 for 1.7B)
 
 
 def build(config: ScapoConfig) -> Algorithm:

@@ -160,19 +160,21 @@ def _line(error: Mapping[str, Any], option: str, path: str, kind: str) -> str:
 
 
 def _near_miss(path: str, kind: str) -> str:
-    """A near miss among the siblings, else that name in another section or algorithm, else all siblings, if few."""
+    """A near miss among the siblings, else that name in another algorithm or section, else all siblings, if few."""
     section, _, word = path.rpartition(".")
     options = known(kind)
     siblings = [name for name in options if name.rpartition(".")[0] == section]
     guess = did_you_mean(path, siblings)
     if guess and difflib.get_close_matches(word, [name.rpartition(".")[2] for name in siblings], n=1, cutoff=0.6):
         return guess
-    elsewhere = [name for name in options if name.rpartition(".")[2] == word]
-    if elsewhere:
-        return f" Did you mean {' or '.join(elsewhere)}?"
     owners = [name for name in algorithms() if section == "algorithm" and path in known(name)]
     if owners:
         return f" It is an option of {', '.join(owners)}, and algorithm.kind is {kind}."
+    if word in options and is_section([word]):
+        return f" {word} is a section of its own."
+    elsewhere = [name for name in options if name.rpartition(".")[2] == word]
+    if elsewhere:
+        return f" Did you mean {' or '.join(elsewhere)}?"
     return f" Known: {', '.join(siblings)}." if 0 < len(siblings) <= _LISTED else ""
 
 

@@ -5,7 +5,7 @@ from capo_megatron.data.source import ShuffledSource
 from capo_megatron.data.splits import Demonstration
 from capo_megatron.data.tasks import Task, make_task, tokenizer_for
 from capo_megatron.data.templates import load_template
-from capo_megatron.data.tokenizer import check_tokenizer, encode, load_tokenizer, stop_ids
+from capo_megatron.data.tokenizer import check_tokenizer, encode, load_tokenizer, one_token_per_character, stop_ids
 
 __all__ = [
     "Data",
@@ -19,6 +19,7 @@ __all__ = [
     "load_template",
     "load_tokenizer",
     "make_task",
+    "one_token_per_character",
     "stop_ids",
     "tokenizer_for",
 ]

@@ -84,12 +84,20 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[lis
     if isinstance(tokenizer, PreTrainedTokenizerFast):
         # Straight to the backend: the wrapper costs more than short texts do. It remembers padding of earlier calls.
         backend = tokenizer.backend_tokenizer
-        if isinstance(backend.pre_tokenizer, pre_tokenizers.FixedLength) and backend.pre_tokenizer.length == 1:
+        if one_token_per_character(tokenizer):
             return _encode_characters(backend.get_vocab(), texts)
         backend.no_padding()
         backend.no_truncation()
         return [encoding.ids for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
     return tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+
+
+def one_token_per_character(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether it is a `character_tokenizer`, which cannot write words."""
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return False
+    cut = tokenizer.backend_tokenizer.pre_tokenizer
+    return isinstance(cut, pre_tokenizers.FixedLength) and cut.length == 1
 
 
 def _encode_characters(vocabulary: dict[str, int], texts: Sequence[str]) -> list[list[int]]:

@@ -239,6 +239,22 @@ def test_an_unknown_algorithm_option_is_refused_and_its_owner_named(loaded):
 
 
 @pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("algorithm.top_k=9", "It is an option of simko, and algorithm.kind is capo."),
+        (
+            "algorithm.reward=reward",
+            "It is an option of grpo, dr_grpo, gspo, codapo, simko, scapo, and algorithm.kind is",
+        ),
+        ("data.reward=exact", "reward is a section of its own."),
+        ("algorithm.lr=1", "Did you mean train.lr or warmup.lr?"),
+    ],
+)
+def test_an_option_that_another_algorithm_or_section_has_is_found_there(loaded, override, hint):
+    assert refusal(loaded, override).startswith(f"{override.partition('=')[0]}: no such option. {hint}")
+
+
+@pytest.mark.parametrize(
     ("override", "message"),
     [
         ("algorithm.tauu=1", "algorithm.tauu: no such option. Did you mean algorithm.tau? (command line)"),
