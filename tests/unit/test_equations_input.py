@@ -29,6 +29,7 @@ from capo_megatron.algorithms.equations import (
     simko_ratio,
     simko_selected,
 )
+from capo_megatron.algorithms.equations.checks import same
 from capo_megatron.errors import ConfigError, ShapeError
 
 # --- what goes in ---------------------------------------------------------------------------------------------------
@@ -50,7 +51,7 @@ def test_dtypes_are_kept(dtype: torch.dtype) -> None:
     assert cde_shaped_reward(correct, value, 1.0).dtype == dtype  # an integer reward takes the log-probs' dtype
     assert dapo_overlong_penalty(-value, 4, 2).dtype == dtype
     assert dcpo_targets(correct.to(dtype), group).dtype == dtype
-    assert dcpo_confidence_reward(value, value).dtype == dtype
+    assert dcpo_confidence_reward(-value / 2, value).dtype == dtype
     ones = torch.ones(1, 2).bool()
     assert gspo_surrogate(matrix, matrix, matrix, ones, dual_clip=3.0).dtype == dtype
     assert simko_ratio(matrix, matrix, matrix.unsqueeze(2), ones, ones[0, :1]).dtype == dtype
@@ -104,6 +105,12 @@ BAD = torch.tensor([-1.0, math.nan])
         (lambda: grpo_advantage(M2, G2), ShapeError, r"reward: shape \(2, 3\)"),
         (lambda: clipped_surrogate(M2, M2[:, :2], M2), ShapeError, "old_logprobs: shape"),
         (lambda: clipped_surrogate(M2, M2, V2), ShapeError, "advantages: shape"),
+        (lambda: clipped_surrogate(M2, M2, M2.bool()), ShapeError, "advantages: dtype torch.bool, expected real numb"),
+        (lambda: clipped_surrogate(M2, M2, M2[:, :1].numpy()), ShapeError, "advantages: got ndarray"),
+        (lambda: clipped_surrogate(M2.numpy(), M2, M2), ShapeError, "logprobs: got ndarray, expected a torch.Tensor"),
+        (lambda: clipped_ratio_loss(M2.numpy(), M2), ShapeError, "ratio: got ndarray"),
+        (lambda: gspo_surrogate(M2, M2, M2.bool(), M2), ShapeError, "advantages: dtype torch.bool"),
+        (lambda: kl_penalty(M2.numpy(), M2), ShapeError, "logprobs: got ndarray"),
         (lambda: clipped_surrogate(M2, M2, M2, clip_low=-0.1), ConfigError, "clip_low=-0.1"),
         (lambda: clipped_surrogate(M2, M2, M2, dual_clip=1.0), ConfigError, "dual_clip=1.0"),
         (lambda: kl_penalty(M2, M2, "k4"), ConfigError, "kind='k4'"),
@@ -123,6 +130,7 @@ BAD = torch.tensor([-1.0, math.nan])
         (lambda: capo_advantage(V2, B2, G2, norm="mass", mass_exponent=-1.0), ConfigError, "mass_exponent=-1.0"),
         (lambda: dapo_overlong_penalty(BAD, 200, 50), ShapeError, "length: nan in row 1"),
         (lambda: dapo_overlong_penalty(V2, 200, 0), ConfigError, "buffer=0"),
+        (lambda: dapo_overlong_penalty(V2, math.inf, math.inf), ConfigError, "buffer=inf: must be finite"),
         (lambda: dapo_overlong_penalty(V2, 200, 201), ConfigError, "buffer=201.*max_length=200"),
         (lambda: dapo_overlong_penalty(V2, 200, 50, -1.0), ConfigError, "factor=-1.0"),
         (lambda: dapo_keep_group(V2, G2.float()), ShapeError, "group: dtype"),
@@ -131,6 +139,8 @@ BAD = torch.tensor([-1.0, math.nan])
         (lambda: codapo_select(BAD), ShapeError, "weight_per_group: nan in row 1"),
         (lambda: codapo_select(V2, percentile=75), ConfigError, "percentile=75: must lie between 0 and 1"),
         (lambda: codapo_select(V2, repeat=0), ConfigError, "repeat=0"),
+        (lambda: codapo_select(V2, repeat=2.5), ConfigError, "repeat=2.5: must be an integer, 1 or larger"),
+        (lambda: codapo_select(V2, repeat=math.inf), ConfigError, "repeat=inf: must be an integer"),
         (lambda: cde_shaped_reward(BAD, V2, 1.0), ShapeError, "reward: nan in row 1"),
         (lambda: cde_shaped_reward(V2, BAD, 1.0), ShapeError, "logprob_mean: nan in row 1.*valid=False"),
         (lambda: cde_shaped_reward(V2, V2, -1.0), ConfigError, "omega=-1.0"),
@@ -140,6 +150,12 @@ BAD = torch.tensor([-1.0, math.nan])
         (lambda: dcpo_confidence_reward(V2, V2, "cubic"), ConfigError, "distance='cubic'.*square"),
         (lambda: dcpo_confidence_reward(BAD, V2), ShapeError, "confidence: nan in row 1.*-1"),
         (lambda: dcpo_confidence_reward(-85 * V2, V2), ShapeError, "confidence: 85.0 in row 0"),
+        (
+            lambda: dcpo_confidence_reward(V2, V2),
+            ShapeError,
+            "confidence: -2.0 in row 1; it must lie in .0, 1., or be -1",
+        ),
+        (lambda: dcpo_confidence_reward(V2 / 2, V2), ShapeError, "confidence: -0.5 in row 0"),
         (lambda: dcpo_confidence_reward(V2, V2[:1]), ShapeError, "target: shape"),
         (lambda: simko_selected(M2 / 0, M2), ShapeError, "entropy: inf in row 0, column 0"),
         (lambda: simko_selected(M2, M2, 80), ConfigError, "quantile=80"),
@@ -148,6 +164,10 @@ BAD = torch.tensor([-1.0, math.nan])
         (lambda: simko_ratio(M2, M2, M2[:, :, None], M2, B2[:1]), ShapeError, "correct: shape"),
         (lambda: simko_ratio(M2, M2, M2[:, :0, None], M2, B2), ShapeError, "topk_logprobs: shape.*'K'"),
         (lambda: simko_ratio(M2, M2, M2[:, :, None], M2, B2, 1.5), ConfigError, "alpha=1.5"),
+        (lambda: simko_ratio(M2.numpy(), M2, M2[:, :, None], M2, B2), ShapeError, "logprobs: got ndarray"),
+        (lambda: simko_ratio(M2, M2.numpy(), M2[:, :, None], M2, B2), ShapeError, "old_logprobs: got ndarray"),
+        (lambda: simko_ratio(M2, M2, M2[:, :, None].numpy(), M2, B2), ShapeError, "topk_logprobs: got ndarray"),
+        (lambda: same("x", M2, M2.numpy()), ShapeError, "what x belongs to: got ndarray, expected a torch.Tensor"),
         (lambda: gspo_surrogate(M2, M2, V2, M2), ShapeError, "advantages: shape"),
         (lambda: gspo_surrogate(M2, M2, M2, M2[:1]), ShapeError, "mask: shape"),
         (lambda: gspo_surrogate(M2, M2, M2, M2, dual_clip=0.5), ConfigError, "dual_clip=0.5"),

@@ -227,6 +227,21 @@ def test_a_non_finite_log_prob_makes_the_loss_of_its_response_alone_non_finite()
 # --- SimKO's ratio ----------------------------------------------------------------------------------------------------
 
 
+def test_simko_takes_a_candidate_without_any_probability_for_one_without_gradient() -> None:
+    logits = torch.tensor([[[0.5, 0.2, -math.inf]]], requires_grad=True)  # as where a vocabulary is restricted
+    every = logits.log_softmax(dim=2)
+    top = every.topk(3, dim=2).values
+    assert top[0, 0, 2] == -math.inf
+    ratio = simko_ratio(every[..., 0], every[..., 0].detach(), top, torch.ones(1, 1), torch.ones(1), alpha=0.3)
+    ratio.sum().backward()
+    assert ratio.item() == 1.0
+    own, other = every[0, 0, 0].exp().item(), every[0, 0, 1].exp().item()
+    moved = 0.7 * (1 - own) + 0.3 / 3 * ((1 - own) - own)  # of log p(sampled), and of the two that have a probability
+    assert logits.grad[0, 0].tolist() == pytest.approx([moved, 0.7 * -other + 0.1 * ((1 - other) - other), 0.0])
+    broken = simko_ratio(every[..., 0], every[..., 0], top * math.nan, torch.ones(1, 1), torch.ones(1))
+    assert broken.isnan().all(), "a broken policy must look broken"
+
+
 def test_simko_moves_a_share_of_the_gradient_to_the_top_tokens_of_selected_correct_ones_alone() -> None:
     logp, old = torch.tensor([[-1.0, -0.5], [-1.0, -0.5]]).double(), torch.tensor([[-1.2, -0.3], [-1.2, -0.3]]).double()
     top = torch.tensor([-0.9, -1.0, -2.0, -3.0]).double().expand(2, 2, 4).clone()

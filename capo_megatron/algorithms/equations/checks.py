@@ -26,9 +26,15 @@ def wide(value: Tensor) -> Tensor:
     return value.to(torch.promote_types(float_dtype(value), torch.float32))
 
 
+def tensor(name: str, value: Tensor) -> None:
+    """Raise ShapeError for anything else, e.g. a list or an array."""
+    if not isinstance(value, Tensor):
+        raise ShapeError(f"{name}: got {type(value).__name__}, expected a torch.Tensor.")
+
+
 def real(name: str, value: Tensor, ndim: int) -> Tensor:
     """`value` in float32 or wider. Raises ShapeError unless it holds real numbers in `ndim` dimensions."""
-    _tensor(name, value)
+    tensor(name, value)
     if value.ndim != ndim:
         raise ShapeError(f"{name}: shape {tuple(value.shape)}, expected {ndim} dimension(s).")
     if value.is_complex():
@@ -38,7 +44,8 @@ def real(name: str, value: Tensor, ndim: int) -> Tensor:
 
 def same(name: str, value: Tensor, like: Tensor) -> None:
     """Raise ShapeError unless `value` has the shape and device of `like`."""
-    _tensor(name, value)
+    tensor(name, value)
+    tensor(f"what {name} belongs to", like)
     if value.shape != like.shape:
         raise ShapeError(f"{name}: shape {tuple(value.shape)}, expected {tuple(like.shape)}.")
     if value.device != like.device:
@@ -61,7 +68,7 @@ def members(valid: Tensor | None, like: Tensor) -> Tensor:
 
 def token_mask(mask: Tensor, like: Tensor | None) -> Tensor:
     """[N, T] bool. Raises ShapeError for other shapes and for values other than 0 and 1."""
-    _tensor("mask", mask)
+    tensor("mask", mask)
     if like is not None:
         same("mask", mask, like)
     if mask.ndim != 2:
@@ -104,8 +111,3 @@ def choice(name: str, value: str, literal: Any) -> None:
     """Raise ConfigError unless the Literal type has this value."""
     if value not in get_args(literal):
         raise ConfigError(f"{name}={value!r}: unknown. Choose one of {', '.join(get_args(literal))}.")
-
-
-def _tensor(name: str, value: Tensor) -> None:
-    if not isinstance(value, Tensor):
-        raise ShapeError(f"{name}: got {type(value).__name__}, expected a torch.Tensor.")

@@ -107,8 +107,8 @@ def codapo_select(weight_per_group: Tensor, percentile: float = 0.75, repeat: in
     selected, so that the last of them may find no place. Every copy is a group of its own.
     """
     within("percentile", percentile, 0.0, 1.0)
-    if not repeat >= 1:
-        raise ConfigError(f"repeat={repeat}: must be 1 or larger.")
+    if not (repeat >= 1 and float(repeat).is_integer()):
+        raise ConfigError(f"repeat={repeat}: must be an integer, 1 or larger.")
     weight = real("weight_per_group", weight_per_group, 1)
     every = torch.ones_like(weight, dtype=torch.bool)
     finite_rows("weight_per_group", weight, every)

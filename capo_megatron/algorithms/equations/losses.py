@@ -17,6 +17,7 @@ from capo_megatron.algorithms.equations.checks import (
     positive,
     real,
     same,
+    tensor,
     token_mask,
     wide,
     within,
@@ -32,8 +33,13 @@ KlKind = Literal["k1", "k2", "k3"]
 
 def importance_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """rho = exp(clamp(lp - olp, -20, 20)), of the shape of `logprobs`; the gradient is 0 beyond the clamp."""
-    same("old_logprobs", old_logprobs, logprobs)
+    _of_one_shape(logprobs, old_logprobs)
     return _ratio(logprobs, old_logprobs).to(logprobs.dtype)
+
+
+def _of_one_shape(logprobs: Tensor, old_logprobs: Tensor) -> None:
+    tensor("logprobs", logprobs)
+    same("old_logprobs", old_logprobs, logprobs)
 
 
 def _ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
@@ -84,7 +90,7 @@ def clipped_surrogate(
     The gradient is -A rho where the unclipped branch is active (ties included), else 0. A non-finite log-prob is not an
     error here: it makes the loss non-finite, which a trainer must notice before it steps.
     """
-    same("old_logprobs", old_logprobs, logprobs)
+    _of_one_shape(logprobs, old_logprobs)
     ratio = _ratio(logprobs, old_logprobs)
     return clipped_ratio_loss(ratio, advantages, clip_low, clip_high, dual_clip).to(logprobs.dtype)
 
@@ -104,9 +110,8 @@ def clipped_ratio_loss(
         raise ConfigError(f"clip_low={clip_low}, clip_high={clip_high}: both must be 0 or larger.")
     if dual_clip is not None and not dual_clip > 1:
         raise ConfigError(f"dual_clip={dual_clip}: must be larger than 1, or None for no dual clip.")
-    if advantages.shape != (*ratio.shape[:-1], 1):
-        same("advantages", advantages, ratio)
-    advantages = advantages.detach()
+    tensor("ratio", ratio)
+    advantages = _advantages(advantages, ratio)
     plain = -advantages * ratio
     clipped = -advantages * ratio.detach().clamp(1 - clip_low, 1 + clip_high)
     loss = torch.where(plain >= clipped, plain, clipped)
@@ -114,6 +119,16 @@ def clipped_ratio_loss(
         ceiling = -advantages * dual_clip
         loss = torch.where((advantages < 0) & (loss > ceiling), ceiling, loss)
     return loss.to(ratio.dtype)
+
+
+def _advantages(advantages: Tensor, like: Tensor) -> Tensor:
+    """`advantages`, detached. Raises ShapeError unless they are numbers, one per token or one per row."""
+    tensor("advantages", advantages)
+    if advantages.dtype == torch.bool or advantages.is_complex():
+        raise ShapeError(f"advantages: dtype {advantages.dtype}, expected real numbers, of which some are negative.")
+    if advantages.shape != (*like.shape[:-1], 1):
+        same("advantages", advantages, like)
+    return advantages.detach()
 
 
 def gspo_surrogate(
@@ -141,8 +156,7 @@ def gspo_surrogate(
     value = real("logprobs", logprobs, 2)
     same("old_logprobs", old_logprobs, logprobs)
     keep = token_mask(mask, logprobs)
-    if advantages.shape != (len(value), 1):
-        same("advantages", advantages, logprobs)
+    advantages = _advantages(advantages, logprobs)
     gap = torch.where(keep, value - old_logprobs.detach(), 0.0)
     mean = gap.detach().sum(dim=1, keepdim=True) / keep.sum(dim=1, keepdim=True).clamp(min=1)
     ratio = (mean + (gap - gap.detach())).clamp(max=SEQUENCE_LOG_RATIO_LIMIT).exp()
@@ -171,7 +185,7 @@ def simko_ratio(
     token by 1.1 where it is negative and the token is the most likely one.
     """
     within("alpha", alpha, 0.0, 1.0)
-    same("old_logprobs", old_logprobs, logprobs)
+    _of_one_shape(logprobs, old_logprobs)
     top = real("topk_logprobs", topk_logprobs, 3)
     if top.shape[:2] != logprobs.shape or top.shape[2] < 1:
         raise ShapeError(f"topk_logprobs: shape {tuple(top.shape)}, expected {(*logprobs.shape, 'K')} with K >= 1.")
@@ -181,7 +195,8 @@ def simko_ratio(
     ratio = _ratio(logprobs, old_logprobs)
     constant = ratio.detach()
     spread = spread & ((logprobs - old_logprobs).detach().abs() <= LOG_RATIO_LIMIT)
-    top = torch.where(spread.unsqueeze(2), top, 0.0)
+    # A candidate without any probability has no gradient, and -inf less itself would be NaN.
+    top = torch.where(spread.unsqueeze(2) & (top != -torch.inf), top, 0.0)
     # Both terms of the difference are 0 in value: only the gradient moves from the sampled token to the top K.
     moved = constant * (top - top.detach()).mean(dim=2) - (ratio - constant)
     return (ratio + torch.where(spread, alpha * moved, 0.0)).to(logprobs.dtype)
@@ -194,6 +209,7 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: KlKind = "k3") -> T
     the result to +-10 (Schulman's estimators; the clamps are verl's).
     """
     choice("kind", kind, KlKind)
+    tensor("logprobs", logprobs)
     same("ref_logprobs", ref_logprobs, logprobs)
     gap = ref_logprobs.detach() - wide(logprobs)
     if kind == "k1":

@@ -44,6 +44,8 @@ def dapo_overlong_penalty(length: Tensor, max_length: float, buffer: float, fact
     """
     positive("max_length", max_length)
     positive("buffer", buffer)
+    if not math.isfinite(buffer):
+        raise ConfigError(f"buffer={buffer}: must be finite.")
     if buffer > max_length:
         raise ConfigError(f"buffer={buffer}: must not be longer than max_length={max_length}.")
     if not (factor >= 0 and math.isfinite(factor)):
@@ -120,7 +122,7 @@ def dcpo_confidence_reward(
         square   -weight (confidence - target)^2    the released code; weight 0.5
 
     The weight hardly matters once the advantage divides by the standard deviation. Of the widest floating dtype among
-    the two. Raises ShapeError for a confidence above 1, e.g. one in percent.
+    the two. Raises ShapeError for any other confidence, e.g. one in percent.
     """
     choice("distance", distance, Distance)
     weight = (1.0 if distance == "abs" else 0.5) if weight is None else weight
@@ -130,8 +132,9 @@ def dcpo_confidence_reward(
     every = torch.ones_like(stated, dtype=torch.bool)
     finite_rows("confidence", stated, every, "A response that states none has -1.")
     finite_rows("target", wanted, every)
-    if (stated > 1).any():
-        row = int((stated > 1).nonzero()[0])
+    outside = (stated > 1) | ((stated < 0) & (stated != -1))
+    if outside.any():
+        row = int(outside.nonzero()[0])
         raise ShapeError(f"confidence: {stated[row].item()} in row {row}; it must lie in [0, 1], or be -1 for none.")
     gap = stated - wanted
     return (-weight * (gap.abs() if distance == "abs" else gap.square())).to(float_dtype(confidence, target))
