@@ -38,7 +38,7 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shape = ModelShape(**TREE["model"]["shape"], tie_word_embeddings=True)
     source = RandomSource(shape, seed=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(huggingface, "SHARD_BYTES", 9_000)
+        patch.setattr(huggingface, "SHARD_BYTES", 10_000)
         huggingface.save_hf(folder, shape, ((name, source.read(name)) for name in hf_shapes(shape)))
     assert len(list(folder.glob("*.safetensors"))) == 3
     chain_tokenizer().save_pretrained(str(folder))
