@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from capo_megatron.config import RunConfig
 
 _MOST = 100_000  # of samples per problem, or problems, that a flag may ask for
+_LOGITS = 1e-3  # of the largest, by which logits of equal models may differ: rounding in another order
 _SHOWN = 10  # differing tensors that are named
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}  # of sizes in bytes
 
@@ -155,8 +156,9 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
 
 
 def _size(text: str) -> int:
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?)B?", text.strip().upper())
-    size = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?)(I?)B?", text.strip().upper())
+    unit = 0 if found is None else _UNITS[found[2]] if not found[3] else 1024 ** "KMGT".index(found[2] or "K") * 1024
+    size = int(float(found[1]) * unit) if found else 0
     if size < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of bytes such as 5G or 500MB")
     return size
@@ -268,12 +270,27 @@ def _converted(options: argparse.Namespace, convert: Callable[..., object], **ho
         return start_ranks(options.nproc, options.arguments)
     from capo_megatron.weights import ranks
 
-    with ranks.start() as team:
+    with _ending_tidily(), ranks.start() as team:
         say = _say if team.rank == 0 else lambda _: None
         with _progress(team.rank == 0) as progress:
             summary = convert(options.src, options.dst, team=team, say=say, progress=progress, **how)
         say(str(summary))
     return 0
+
+
+@contextmanager
+def _ending_tidily() -> Iterator[None]:
+    """Signals that would end the process end the block instead, which then removes what it has half written."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(ENDED_BY + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -291,8 +308,10 @@ def _verify(options: argparse.Namespace) -> int:
     if options.logits:
         from capo_megatron.mcore.logits import compare_logits
 
-        gap = compare_logits(a, b)
-        _say(f"logits on random tokens: they differ by {gap:.3g} at most")
+        gap, largest = compare_logits(a, b)
+        _say(f"logits on random tokens: they differ by {gap:.3g} at most; the largest is {largest:.3g}")
+        if gap > _LOGITS * largest:
+            return 2
     return 2 if found.differences else 0
 
 

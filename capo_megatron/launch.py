@@ -52,11 +52,11 @@ def start_ranks(count: int, arguments: Sequence[str]) -> int:
     except ChildFailedError as error:
         began = min(failure.timestamp for failure in error.failures.values())
         found = {rank: (failure.exitcode, failure.timestamp - began) for rank, failure in error.failures.items()}
-        return _blame(found)
+        return _blame(found, arguments)
     return 0
 
 
-def _blame(failures: Mapping[int, tuple[int, float]]) -> int:
+def _blame(failures: Mapping[int, tuple[int, float]], arguments: Sequence[str]) -> int:
     """The exit code of a run, from the exit code of each rank that failed and the seconds since the first one did."""
     early = {rank: code for rank, (code, seconds) in failures.items() if seconds < _AFTERMATH_S}
     if 2 in early.values():  # one line has been said, whoever was first
@@ -66,9 +66,12 @@ def _blame(failures: Mapping[int, tuple[int, float]]) -> int:
         code = next(iter(early.values()))
         return code if code > 0 else ENDED_BY - code
     name = signal.Signals(-early[killed[0]]).name
+    again = "The same command again starts from the beginning."
+    if "train" in arguments[:1]:
+        again = "The same command again continues training from the newest checkpoint."
     print(
         f"capo-megatron: rank {killed[0]} was killed by {name}{' (out of memory?)' if name == 'SIGKILL' else ''}; what "
-        "other ranks say is a consequence. The same command again continues training from the newest checkpoint.",
+        f"other ranks say is a consequence. {again}",
         file=sys.stderr,
         flush=True,
     )

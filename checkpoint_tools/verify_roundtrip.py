@@ -31,4 +31,6 @@ if __name__ == "__main__":
     parser.add_argument("--logits", action="store_const", const=["--logits"], default=[])
     parser.add_argument("--work", type=Path)
     options = parser.parse_args()
+    if options.work is not None and not options.work.is_dir():
+        parser.error(f"--work {options.work}: no such folder")
     sys.exit(roundtrip(options.source, options.work or options.source.resolve().parent, options.logits))

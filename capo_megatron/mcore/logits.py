@@ -1,10 +1,8 @@
-"""What the models of two checkpoints compute on the same tokens, each loaded by the library that its format is of."""
+"""What the models of two checkpoints compute on the same tokens: transformers' model, or Megatron-core's."""
 
 from __future__ import annotations
 
 import torch
-from megatron.core import dist_checkpointing
-from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
@@ -14,22 +12,21 @@ from capo_megatron.errors import CheckpointError
 from capo_megatron.mcore import runtime
 from capo_megatron.mcore.hf_weights import load_hf
 from capo_megatron.mcore.model import build_model, head_weight
-from capo_megatron.mcore.optimizer import CHECKPOINT_METADATA
 from capo_megatron.weights.checkpoint import Checkpoint
-from capo_megatron.weights.distributed import DistCheckpoint, model_prefix
 
 
-def compare_logits(a: Checkpoint, b: Checkpoint, rows: int = 2, length: int = 32, seed: int = 0) -> float:
-    """The largest difference between the logits of both models on random tokens [rows, length].
+def compare_logits(a: Checkpoint, b: Checkpoint, rows: int = 2, length: int = 32, seed: int = 0) -> tuple[float, float]:
+    """The largest difference between the logits of both models on random tokens [rows, length], and the largest logit.
 
-    Transformers loads a Hugging Face directory, `megatron.core.dist_checkpointing` a dist-checkpoint, one after the
-    other and in float32: 4 bytes per parameter of memory are needed.
+    A Hugging Face directory is loaded by transformers; a Megatron checkpoint into a GPTModel, by this program, for
+    Megatron's own loader would unpickle what is in it. One after the other and in float32: 4 bytes per parameter.
     """
     tokens = torch.randint(0, a.shape.vocab_size, (rows, length), generator=torch.Generator().manual_seed(seed))
-    gap = (logits(a, tokens) - logits(b, tokens)).abs().max()
+    one, other = logits(a, tokens), logits(b, tokens)
+    gap = (one - other).abs().max()
     if not bool(torch.isfinite(gap)):
         raise CheckpointError(f"{a.folder} or {b.folder}: its logits are NaN or infinite.")
-    return float(gap)
+    return float(gap), float(one.abs().max())
 
 
 @torch.no_grad()
@@ -42,20 +39,10 @@ def logits(checkpoint: Checkpoint, tokens: Tensor, device: str = "cpu") -> Tenso
     ranks = runtime.start(ParallelConfig(), seed=0, device=device)
     try:
         [chunk] = build_model(checkpoint.shape, ranks.layout, torch.float32)
-        _load(chunk, checkpoint, ranks)
+        load_hf([chunk], checkpoint.shape, ranks.layout, checkpoint.checked())
         here = tokens.to(ranks.device)
         positions = torch.arange(here.shape[1], device=ranks.device).expand_as(here)
         hidden = chunk(input_ids=here, position_ids=positions, attention_mask=None)
         return (hidden @ head_weight(chunk).T)[..., : checkpoint.shape.vocab_size].cpu()
     finally:
         ranks.stop()
-
-
-def _load(chunk: GPTModel, checkpoint: Checkpoint, ranks: runtime.Runtime) -> None:
-    if checkpoint.kind == "legacy":
-        load_hf([chunk], checkpoint.shape, ranks.layout, checkpoint.source)
-        return
-    prefix = model_prefix(DistCheckpoint(checkpoint.folder).tensors) or ""
-    wanted = chunk.sharded_state_dict(prefix=prefix, metadata=dict(CHECKPOINT_METADATA))
-    found = dist_checkpointing.load({"model": wanted}, str(checkpoint.folder))["model"]
-    chunk.load_state_dict({name.removeprefix(prefix): value for name, value in found.items()})

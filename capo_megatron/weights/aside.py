@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -20,7 +21,8 @@ _Outcome = TypeVar("_Outcome")
 @contextmanager
 def aside(destination: Path, nbytes: int, team: Team, say: Callable[[str], None]) -> Iterator[Path]:
     """A folder beside `destination` that takes its name in the end, or is removed. Collective."""
-    folder = destination.with_name(f".{destination.name}.partial")
+    destination = Path(os.path.normpath(destination.absolute()))
+    folder = destination.parent / f".{destination.name}.partial"
     lock: list[int] = []
     on_first_rank(team, lambda: lock.append(on_disk(destination, lambda: _begin(destination, folder, nbytes, say))))
     try:
@@ -39,8 +41,8 @@ def _begin(destination: Path, folder: Path, nbytes: int, say: Callable[[str], No
     destination.parent.mkdir(parents=True, exist_ok=True)
     if folder.exists():
         os.close(_lock(folder))
-        say(f"{folder}: removed, it was left by a conversion that was interrupted; starting from the beginning")
         shutil.rmtree(folder)
+        say(f"{folder}: removed, it was left by a conversion that was interrupted; starting from the beginning")
     free = shutil.disk_usage(destination.parent).free
     if free < nbytes:
         raise CheckpointError(
@@ -74,7 +76,7 @@ def on_disk(destination: Path, action: Callable[[], _Outcome]) -> _Outcome:
     try:
         return action()
     except OSError as error:
-        raise CheckpointError(
-            f"{destination}: not written: {error.strerror or error}{f' ({error.filename})' if error.filename else ''}. "
-            "Free disk space or choose another folder."
-        ) from error
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        what = f"{error.strerror or error}{f' ({error.filename})' if error.filename else ''}"
+        advice = "Free disk space or choose another folder" if full else "Mend it or choose another folder"
+        raise CheckpointError(f"{destination}: not written: {what}. {advice}.") from error

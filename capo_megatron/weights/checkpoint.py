@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +13,7 @@ import yaml
 
 from capo_megatron.errors import CheckpointError, ConfigError
 from capo_megatron.weights.distributed import BACKENDS, DistCheckpoint, MegatronSource
-from capo_megatron.weights.huggingface import INDEX, SINGLE, DirectorySource
+from capo_megatron.weights.huggingface import INDEX, SINGLE, DirectorySource, check_companions
 from capo_megatron.weights.legacy import LegacyCheckpoint, LegacySource, is_legacy
 from capo_megatron.weights.manifest import Checked, Manifest
 from capo_megatron.weights.shape import ModelShape, hf_config, read_config, read_shape
@@ -40,12 +40,23 @@ class Checkpoint:
         found = [self.source.dtype(name) for name in self.source.names()]
         return max(sorted(set(found)), key=found.count)
 
+    @property
+    def torch_dtype(self) -> str:
+        """What config.json should call its dtype: what its own one does, or what most of its tensors are."""
+        own = self.config.get("dtype") or self.config.get("torch_dtype") if self.companions == self.folder else None
+        return own if isinstance(own, str) else torch_name(self.dtype)
+
     def checked(self) -> WeightSource:
         """Its tensors, compared with the manifest, if it has one, as they are read."""
-        if self.manifest is None:
-            return self.source
-        self.manifest.check_files(self.folder)
-        return Checked(self.source, self.manifest)
+        self.check_files()
+        return self.source if self.manifest is None else Checked(self.source, self.manifest)
+
+    def check_files(self) -> None:
+        """Raise CheckpointError if one of the files that the manifest names has changed, or cannot be carried along."""
+        if self.manifest is not None:
+            self.manifest.check_files(self.folder, () if self.companions == self.folder else ("config.json",))
+        if self.companions is not None:
+            check_companions(self.companions)
 
 
 def open_checkpoint(path: str | Path, config: str | Path | None = None, trust_pickle: bool = False) -> Checkpoint:
@@ -54,15 +65,31 @@ def open_checkpoint(path: str | Path, config: str | Path | None = None, trust_pi
     `config` names a Hugging Face directory whose config.json and tokenizer belong to a Megatron checkpoint that has
     none. Raises CheckpointError if there is no checkpoint, or it is not whole, or of another model than its config.
     """
-    folder = locate(Path(path))
-    kind = kind_of(folder)
-    if kind == "huggingface" and config is not None:
-        raise CheckpointError(f"{folder}: has its own config.json. --config is for checkpoints without one.")
-    shape, described, companions = _described(folder, kind, None if config is None else Path(config))
-    source = _source(folder, kind, shape, trust_pickle)
-    check_source(shape, source)
-    found = Checkpoint(folder, kind, shape, source, described, companions, Manifest.read(folder))
-    return found if described else replace(found, config=hf_config(shape, torch_name(found.dtype)))
+    with readable(Path(path)):
+        folder = locate(Path(path))
+        kind = kind_of(folder)
+        if kind == "huggingface" and config is not None:
+            raise CheckpointError(f"{folder}: has its own config.json. --config is for checkpoints without one.")
+        shape, described, companions = _described(folder, kind, None if config is None else Path(config))
+        source = _source(folder, kind, shape, trust_pickle)
+        check_source(shape, source)
+        manifest = Manifest.read(folder)
+        if manifest is not None:
+            manifest.check_tables(folder, shape, source)
+        found = Checkpoint(folder, kind, shape, source, described, companions, manifest)
+        return found if described else replace(found, config=hf_config(shape, torch_name(found.dtype)))
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Files that cannot be read become a CheckpointError that names them."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise CheckpointError(
+            f"{error.filename or path}: cannot be read ({reason}). Mend it or copy it again."
+        ) from error
 
 
 def torch_name(dtype: str) -> str:
@@ -89,7 +116,7 @@ def locate(path: Path) -> Path:
 def _pointed(folder: Path, pointer: Path) -> Path:
     name = pointer.read_text(encoding="utf-8", errors="replace").strip()
     if pointer.name != "latest":
-        name = name if name == "release" else f"iter_{int(name):07d}" if name.isdecimal() else name
+        name = name if name == "release" else f"iter_{name.zfill(7)}" if name.isdecimal() else name
     if not name or Path(name).name != name or not (folder / name).is_dir():
         raise CheckpointError(f"{pointer}: names {name!r}, and there is no such folder. Point to a checkpoint itself.")
     return folder / name

@@ -49,8 +49,7 @@ def compare(a: Checkpoint, b: Checkpoint, progress: Callable[[int, int], None] =
     began = time.monotonic()
     _check_same_sizes(a, b)
     for one in (a, b):
-        if one.manifest is not None:
-            one.manifest.check_files(one.folder)
+        one.check_files()
     names = list(hf_shapes(a.shape))
     sizes = {name: _nbytes(a.source, name) for name in names}
     total, done = sum(sizes.values()), 0

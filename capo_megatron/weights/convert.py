@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,15 +27,16 @@ from capo_megatron.errors import CheckpointError
 from capo_megatron.seams import Solo, Team
 from capo_megatron.weights import distributed, huggingface
 from capo_megatron.weights.aside import aside, on_disk
-from capo_megatron.weights.checkpoint import Checkpoint, kind_of, locate, open_checkpoint, torch_name
+from capo_megatron.weights.checkpoint import Checkpoint, open_checkpoint, torch_name
 from capo_megatron.weights.distributed_files import ChunkFiles, Header, stored_name, write_metadata
 from capo_megatron.weights.huggingface import SHARD_BYTES, ShardFile, Spec, plan_shards
 from capo_megatron.weights.manifest import Entry, Manifest, hash_files
 from capo_megatron.weights.reading import Progress, Reader
 from capo_megatron.weights.sources import DTYPES
-from capo_megatron.weights.table import Packing, Place, places
+from capo_megatron.weights.table import Packing, Place, hf_shapes, places
 
 CHUNK_BYTES = 2**28  # of one chunk in a dist-checkpoint, all of which a rank reads that needs a part of it
+_AROUND = 4096  # bytes that a tensor may take in headers and tables
 _LANES = 2  # parameters that are converted at a time
 _Item = TypeVar("_Item")
 
@@ -89,10 +90,9 @@ def hf_to_megatron(
 
     Raises CheckpointError if anything about the source or the destination is wrong. There is no destination then.
     """
-    folder = locate(Path(source))
-    if kind_of(folder) != "huggingface":
-        raise CheckpointError(f"{folder}: a Megatron checkpoint already. To convert it back: megatron-to-hf.")
-    found = open_checkpoint(folder)
+    found = open_checkpoint(source)
+    if found.kind != "huggingface":
+        raise CheckpointError(f"{found.folder}: a Megatron checkpoint already. To convert it back: megatron-to-hf.")
     return _convert(found, Path(destination), _MegatronWriter(found), dtype, strict, team or Solo(), say, progress)
 
 
@@ -125,10 +125,9 @@ def megatron_to_hf(
 
     Raises CheckpointError if anything about the source or the destination is wrong. There is no destination then.
     """
-    folder = locate(Path(source))
-    if kind_of(folder) == "huggingface":
-        raise CheckpointError(f"{folder}: a Hugging Face directory already. To convert it: hf-to-megatron.")
-    found = open_checkpoint(folder, config, trust_pickle)
+    found = open_checkpoint(source, config, trust_pickle)
+    if found.kind == "huggingface":
+        raise CheckpointError(f"{found.folder}: a Hugging Face directory already. To convert it: hf-to-megatron.")
     writer = _HuggingFaceWriter(found, max_shard_bytes)
     return _convert(found, Path(destination), writer, dtype, strict, team or Solo(), say, progress)
 
@@ -161,7 +160,7 @@ class _MegatronWriter:
                     for values in blocks:
                         hole.fill(values)
 
-            _side_by_side(convert, mine)
+            _side_by_side(reader, convert, mine)
             if team.rank == 0:
                 files.add_extra(self._found.shape)
             return files.written, files.extra
@@ -217,7 +216,7 @@ class _HuggingFaceWriter:
                     tensor.finish()
 
             together = ([name for name in place.parts if name in owner] for place in places(self._found.shape))
-            _side_by_side(convert, [names for names in together if names])
+            _side_by_side(reader, convert, [names for names in together if names])
 
     def seal(self, reader: Reader, folder: Path, parts: Sequence[Any]) -> None:
         specs, shards = self._plan(reader)
@@ -237,9 +236,8 @@ def _convert(
     """Read `found`, let `writer` write, and finish: companions, manifest, the final name."""
     began = time.monotonic()
     reader = Reader(found, _dtype(dtype), strict, progress)
-    if found.manifest is not None:
-        found.manifest.check_files(found.folder)
-    with _one_thread(), aside(destination, reader.total, team, say) as folder:
+    found.check_files()
+    with _one_thread(), aside(destination, reader.total + _AROUND * len(hf_shapes(found.shape)), team, say) as folder:
 
         def write() -> tuple[Any, dict[str, Entry], list[str]]:
             part = on_disk(destination, lambda: writer.write(reader, folder, team))
@@ -252,10 +250,10 @@ def _convert(
 
         def finish() -> None:
             writer.seal(reader, folder, [part for part, _, _ in shares])
-            kind = dtype or torch_name(found.dtype)
+            kind = found.torch_dtype if dtype is None else str(reader.dtype).removeprefix("torch.")
             described = {**found.config, "torch_dtype": kind, "dtype": kind}
             huggingface.write_companions(folder, described, found.companions)
-            tables = [huggingface.INDEX, distributed.METADATA, distributed.COMMON, distributed.BACKENDS]
+            tables = ["config.json", huggingface.INDEX, distributed.METADATA, distributed.COMMON, distributed.BACKENDS]
             ordered = {name: entries[name] for place in places(found.shape) for name in place.parts}
             Manifest(ordered, hash_files(folder, tables)).write(folder)
 
@@ -286,10 +284,13 @@ def _one_thread() -> Iterator[None]:
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
-    known = {torch_name(short): dtype for short, dtype in DTYPES.items() if short != "F64"}
-    if name is not None and name not in known:
+    short = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+    known = {torch_name(dtype): DTYPES[dtype] for dtype in DTYPES if dtype != "F64"}
+    if name is None:
+        return None
+    if short.get(name, name) not in known:
         raise CheckpointError(f"dtype {name!r}: not supported. Use {', '.join(sorted(known))}.")
-    return None if name is None else known[name]
+    return known[short.get(name, name)]
 
 
 def _share(items: Sequence[_Item], nbytes: Callable[[_Item], int], team: Team) -> list[_Item]:
@@ -302,15 +303,25 @@ def _share(items: Sequence[_Item], nbytes: Callable[[_Item], int], team: Team) -
     return [item for index, item in enumerate(items) if owner[index] == team.rank]
 
 
-def _side_by_side(work: Callable[[_Item], None], items: Iterable[_Item]) -> None:
-    """Do `work` on every item, a few at a time. The first failure is raised, and what has not begun is not done."""
+def _side_by_side(reader: Reader, work: Callable[[_Item], None], items: Iterable[_Item]) -> None:
+    """Do `work` on every item, a few at a time. The first failure is raised, and what is left is not done."""
     with ThreadPoolExecutor(_LANES) as pool:
         futures = [pool.submit(work, item) for item in items]
-        done, left = wait(futures, return_when=FIRST_EXCEPTION)
-        for future in left:
-            future.cancel()
-        for future in done:
-            future.result()
+        try:
+            done, left = wait(futures, return_when=FIRST_EXCEPTION)
+            failures = [error for future in done if (error := future.exception()) is not None]
+        except BaseException:  # Ctrl-C
+            _abandon(reader, futures)
+            raise
+        if failures:
+            _abandon(reader, left)
+            raise failures[0]
+
+
+def _abandon(reader: Reader, futures: Iterable[Future[None]]) -> None:
+    for future in futures:
+        future.cancel()
+    reader.stop()
 
 
 def _check_dtypes(reader: Reader, found: Checkpoint) -> None:

@@ -35,7 +35,7 @@ from capo_megatron.errors import CheckpointError
 from capo_megatron.weights.raw import read_rows
 from capo_megatron.weights.shape import ModelShape
 from capo_megatron.weights.sources import dtype_name
-from capo_megatron.weights.table import Home, Packing, Place, places
+from capo_megatron.weights.table import Home, Packing, Place, places, tied_head
 
 METADATA = ".metadata"
 BACKENDS = "metadata.json"
@@ -210,22 +210,21 @@ class _Record:
 class _InertUnpickler(pickle.Unpickler):
     """Reads the objects of a checkpoint's `.metadata` as records; anything else in it is an error."""
 
-    _MODULES = ("torch.distributed.checkpoint.", "megatron.core.dist_checkpointing.")
+    _RECORDS = frozenset(
+        ("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+         "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING", "_StorageInfo", "SavePlan", "WriteItem",
+         "WriteItemType", "TensorWriteData", "_get_layout", "device", "PosixPath", "Path")
+    )  # fmt: skip
+    _MODULES = ("torch", "torch.serialization", "torch.distributed.checkpoint.", "pathlib")
     _CONTAINERS = MappingProxyType({("torch", "Size"): tuple, ("collections", "OrderedDict"): dict})
-    _IGNORED = (
-        ("torch.serialization", "_get_layout"),
-        ("torch", "device"),
-        ("pathlib", "PosixPath"),
-        ("pathlib", "Path"),
-    )
 
     def find_class(self, module: str, name: str) -> Any:
-        if module.startswith(self._MODULES) or (module, name) in self._IGNORED:
-            return _Record
         if (module, name) in self._CONTAINERS:
             return self._CONTAINERS[module, name]
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return vars(torch)[name]
+        if name in self._RECORDS and module.startswith(self._MODULES):
+            return _Record
         raise pickle.UnpicklingError(f"{module}.{name} does not belong into it")
 
 
@@ -246,7 +245,9 @@ def _tensors_of(metadata: Any) -> dict[str, Stored]:
                 raise ValueError(f"tensor {name} is compressed, which is not supported")
             chunks.append(Chunk(offsets, sizes, str(info["relative_path"]), int(info["offset"]), int(info["length"])))
         dtype, shape = entry["properties"].state[0], tuple(entry["size"])
-        if not isinstance(dtype, torch.dtype) or any(len(chunk.sizes) != len(shape) for chunk in chunks):
+        numbers = [*shape, *(number for chunk in chunks for number in (*chunk.offsets, *chunk.sizes))]
+        whole = all(type(number) is int and number >= 0 for number in numbers)
+        if not isinstance(dtype, torch.dtype) or not whole or any(len(chunk.sizes) != len(shape) for chunk in chunks):
             raise ValueError(f"tensor {name} is described wrongly")
         found[str(name)] = Stored(dtype, shape, tuple(chunks))
     return found
@@ -315,7 +316,7 @@ class MegatronSource:
         self._found: dict[str, tuple[str, int | None, Place, int]] = {}  # name -> tensor, its layer, place, part
         self._last = threading.local()  # what each thread read of a packed parameter, whose parts are asked for in turn
         used = set()
-        for place in places(shape):
+        for place in (*places(shape), *tied_head(shape)):
             stored, layer = self._stored(place)
             if stored is None:
                 continue  # `names` leaves it out
@@ -393,10 +394,9 @@ class MegatronSource:
             )
 
     def _refuse_unexpected(self, used: set[str]) -> None:
-        tied = {self._prefix + "output_layer.weight"} if self._model.tie_word_embeddings else set()
         extra = {
             name
-            for name in self.checkpoint.tensors.keys() - used - tied
+            for name in self.checkpoint.tensors.keys() - used
             if name.startswith(tuple(self._prefix + root for root in _ROOTS)) and "_extra_state" not in name
         }
         if extra:

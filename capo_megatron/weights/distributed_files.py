@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import threading
@@ -116,12 +117,42 @@ class ChunkFiles:
         assert kind is not None or left == 0, f"{left} bytes were announced, not written"
 
 
+class _Whole:
+    """A file whose writes are never short, and whose failure is kept: torch would make another one of it."""
+
+    def __init__(self, file: FileIO) -> None:
+        self._file = file
+        self.failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        left = memoryview(data).cast("B")
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            self.failure = error
+            raise
+        return len(memoryview(data).cast("B"))
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def flush(self) -> None:
+        pass
+
+
 def _save_without_checksums(value: Any, file: FileIO) -> None:
     """As torch.save, in half the processor time. The checksums left out are zip's, which torch does not read."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
+    whole = _Whole(file)
     try:
-        torch.save(value, cast(BinaryIO, file))
+        torch.save(value, cast(BinaryIO, whole))
+    except RuntimeError as error:
+        raise whole.failure or error from None
     finally:
         torch.serialization.set_crc32_options(before)
 
@@ -160,6 +191,7 @@ def write_metadata(
     storage: dict[Any, Any] = {}
     for name, size in stored_shapes(shape).items():
         mine = [entry for entry in written if entry.name == name]
+        assert len({entry.dtype for entry in mine}) == 1, f"{name} in several dtypes"
         tensors[name] = TensorStorageMetadata(
             properties=TensorProperties(dtype=mine[0].dtype),
             size=torch.Size(size),
@@ -173,7 +205,9 @@ def write_metadata(
         storage[MetadataIndex(name)] = _StorageInfo(chunk.file, chunk.offset, chunk.length)
     metadata = Metadata(state_dict_metadata=tensors, storage_data=storage, storage_meta=StorageMeta())
     (folder / METADATA).write_bytes(pickle.dumps(metadata))
-    torch.save({"checkpoint_version": 3.0}, folder / COMMON)
+    common = io.BytesIO()
+    torch.save({"checkpoint_version": 3.0}, common)
+    (folder / COMMON).write_bytes(common.getvalue())
     backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1,
                 "common_backend": "torch", "common_backend_version": 1}  # fmt: skip
     (folder / BACKENDS).write_text(json.dumps(backends))

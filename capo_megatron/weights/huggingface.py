@@ -29,14 +29,17 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
+    "vocab.txt",
     "merges.txt",
     "tokenizer.model",
     "chat_template.jinja",
     "chat_template.json",
+    "preprocessor_config.json",
     "generation_config.json",
     "LICENSE",
     "NOTICE",
 )
+_TEMPLATES = "additional_chat_templates"  # a folder that tokenizers with several templates have
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -204,12 +207,27 @@ def write_index(folder: Path, shards: Mapping[str, Sequence[str]], specs: Mappin
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
+def check_companions(origin: Path) -> None:
+    """Raise CheckpointError if a file that would be carried along cannot be read."""
+    for name in TOKENIZER_FILES:
+        path = origin / name
+        if path.is_symlink() or path.exists():
+            try:
+                if not path.is_file():
+                    raise CheckpointError(f"{path}: not a file. Mend or remove it.")
+                path.open("rb").close()
+            except OSError as error:
+                raise CheckpointError(f"{path}: cannot be read ({error.strerror}). Mend or remove it.") from error
+
+
 def write_companions(folder: Path, config: Mapping[str, Any], origin: Path | None) -> None:
     """Write config.json and what else `origin` has beside its weights: tokenizer, generation config."""
     if origin is not None:
         for name in TOKENIZER_FILES:
             if (origin / name).exists():
                 shutil.copyfile(origin / name, folder / name)
+        if (origin / _TEMPLATES).is_dir():
+            shutil.copytree(origin / _TEMPLATES, folder / _TEMPLATES)
     write_json(folder / "config.json", config)
 
 

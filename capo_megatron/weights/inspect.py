@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from capo_megatron.errors import CheckpointError
-from capo_megatron.weights.checkpoint import kind_of, locate
+from capo_megatron.weights.checkpoint import kind_of, locate, readable
 from capo_megatron.weights.distributed import COMMON, DistCheckpoint, Stored, model_prefix
 from capo_megatron.weights.huggingface import INDEX, DirectorySource
 from capo_megatron.weights.legacy import LegacyCheckpoint
@@ -33,7 +33,11 @@ def inspect(path: str | Path, trust_pickle: bool = False) -> list[str]:
 
     Raises CheckpointError if there is none, or its tables are damaged.
     """
-    folder = locate(Path(path))
+    with readable(Path(path)):
+        return _inspect(locate(Path(path)), trust_pickle)
+
+
+def _inspect(folder: Path, trust_pickle: bool) -> list[str]:
     kind = kind_of(folder)
     if kind == "huggingface":
         about, rows = _huggingface(folder)

@@ -14,7 +14,7 @@ import argparse
 import pickle
 import re
 import threading
-from collections import OrderedDict
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +26,12 @@ from torch import Tensor
 from capo_megatron.errors import CheckpointError
 from capo_megatron.weights.shape import ModelShape
 from capo_megatron.weights.sources import dtype_name
-from capo_megatron.weights.table import Place, places
+from capo_megatron.weights.table import Place, places, tied_head
 
 FILE = "model_optim_rng.pt"
 _KEPT_BYTES = 2**28  # of values that are read before files are mapped anew: what was read would stay in memory
-_PREFIXES = ("module.", "model.")
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_PREFIXES = ("module.", "module.", "model.")
+_LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
 
 
 def is_legacy(folder: Path) -> bool:
@@ -133,12 +133,15 @@ class LegacyCheckpoint:
 
 def _read_file(file: Path, trust_pickle: bool) -> Any:
     try:
+        mapped = zipfile.is_zipfile(file)  # as torch.save writes since 1.6
         if trust_pickle:
-            return torch.load(file, map_location="cpu", weights_only=False, mmap=True)
+            return torch.load(file, map_location="cpu", weights_only=False, mmap=mapped)
         with torch.serialization.safe_globals([argparse.Namespace]):
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         found = re.search(r"(?:GLOBAL|class) ([\w.]+)", str(error))
+        if found is None and not zipfile.is_zipfile(file):
+            raise CheckpointError(f"{file}: not a file that torch.save wrote. Copy it again.") from error
         what = f"{found[1]} objects" if found else "more than tensors and numbers"
         raise CheckpointError(
             f"{file}: holds {what}, which only unpickling could read. That runs code which the file's author chose. "
@@ -153,10 +156,15 @@ def _flat_models(file: Path, found: Any) -> dict[str, Any]:
     """The file's dictionary, its models' parameters under full names without a wrapper's prefix."""
     if not isinstance(found, dict):
         raise CheckpointError(f"{file}: holds a {type(found).__name__}, expected a dictionary.")
-    flat: dict[str, Any] = dict(found)
+    flat: dict[str, Any] = {name: value for name, value in found.items() if isinstance(name, str)}
     for name, model in found.items():
-        if isinstance(name, str) and re.fullmatch(r"model\d*", name) and isinstance(model, dict | OrderedDict):
+        if isinstance(name, str) and re.fullmatch(r"model\d*", name):
+            if not isinstance(model, dict):
+                raise CheckpointError(f"{file}: {name} is a {type(model).__name__}, expected a dictionary of tensors.")
             tensors = {key: value for key, value in model.items() if isinstance(value, Tensor)}
+            odd = [key for key, value in tensors.items() if not isinstance(key, str) or not _is_plain(value)]
+            if odd:
+                raise CheckpointError(f"{file}: {name}: {odd[0]!r} is not a plain tensor under a name. Copy it again.")
             nested = [key for key, value in model.items() if isinstance(value, dict)]
             if nested:
                 raise CheckpointError(
@@ -165,6 +173,10 @@ def _flat_models(file: Path, found: Any) -> dict[str, Any]:
                 )
             flat[name] = {_unwrapped(key): value for key, value in tensors.items() if "_extra_state" not in key}
     return flat
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.device.type == "cpu" and tensor.dim() > 0
 
 
 def _unwrapped(name: str) -> str:
@@ -187,9 +199,7 @@ class LegacySource:
         self._last = threading.local()  # what each thread joined of a parameter, whose parts are asked for in turn
         self._found: dict[str, tuple[Place, int, list[_Piece]]] = {}
         pieces = checkpoint.pieces()
-        if shape.tie_word_embeddings:
-            pieces.pop((None, "output_layer.weight"), None)  # the last stage's copy of the embedding
-        for place in places(shape):
+        for place in (*places(shape), *tied_head(shape)):
             key = next(((place.layer, name) for name in place.rule.names if (place.layer, name) in pieces), None)
             if key is None:
                 continue  # `names` leaves it out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,10 +15,13 @@ from torch import Tensor
 from capo_megatron.errors import CheckpointError
 from capo_megatron.weights.huggingface import write_json
 from capo_megatron.weights.raw import as_bytes
+from capo_megatron.weights.shape import ModelShape
 from capo_megatron.weights.sources import WeightSource
+from capo_megatron.weights.table import hf_shapes
 
 MANIFEST = "capo_manifest.json"
 _HASH = "xxh3_128"
+_AGAIN = "Convert the model again, or delete this file to do without its checks."
 
 
 class Entry(NamedTuple):
@@ -47,9 +50,25 @@ class Manifest:
                 f"{self.tensors[name].hash}. A bit has flipped, or a file was replaced: convert the model again."
             )
 
-    def check_files(self, folder: Path) -> None:
-        """Raise CheckpointError if one of the small files has changed or is gone."""
+    def check_tables(self, folder: Path, shape: ModelShape, source: WeightSource) -> None:
+        """Raise CheckpointError unless it speaks of exactly the tensors of this model, as they are."""
+        expected = hf_shapes(shape)
+        for name in self.tensors.keys() ^ expected.keys():
+            what = "does not name" if name in expected else "names"
+            raise CheckpointError(f"{folder / MANIFEST}: it {what} tensor {name}. {_AGAIN}")
+        for name, entry in self.tensors.items():
+            found = (source.dtype(name), source.shape(name))
+            if found != (entry.dtype, entry.shape):
+                raise CheckpointError(
+                    f"{folder / MANIFEST}: it says that {name} is {entry.dtype} {entry.shape}, but it is {found[0]} "
+                    f"{found[1]}. {_AGAIN}"
+                )
+
+    def check_files(self, folder: Path, unless: Sequence[str] = ()) -> None:
+        """Raise CheckpointError if one of the small files has changed or is gone, but for those in `unless`."""
         for name, wanted in self.files.items():
+            if name in unless:
+                continue
             path = folder / name
             found = file_hash(path) if path.is_file() else "none: there is no such file"
             if found != wanted:
@@ -76,11 +95,10 @@ class Manifest:
                 name: Entry(entry["dtype"], tuple(entry["shape"]), entry["hash"])
                 for name, entry in found["tensors"].items()
             }
-            return cls(tensors, dict(found["files"]))
+            files = {str(name): str(value) for name, value in found["files"].items() if Path(name).name == name}
+            return cls(tensors, files)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(
-                f"{path}: damaged ({error}). Convert the model again, or delete this file to do without its checks."
-            ) from error
+            raise CheckpointError(f"{path}: damaged ({error}). {_AGAIN}") from error
 
 
 class Hasher:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterable, Iterator
 
@@ -26,16 +27,17 @@ class Reader:
 
     def __init__(self, found: Checkpoint, dtype: torch.dtype | None, strict: bool, progress: Progress) -> None:
         self._source, self._manifest = found.source, found.manifest
-        self._dtype, self._strict, self._progress = dtype, strict, progress
+        self.dtype, self._strict, self._progress = dtype, strict, progress
         self.entries: dict[str, Entry] = {}
         self.complaints: list[str] = []
         self.total = sum(self.nbytes(name) for place in places(found.shape) for name in place.parts)
         self._done, self._expected = 0, self.total
         self._lock = threading.Lock()
+        self._stopped = threading.Event()
 
     def spec(self, name: str) -> Spec:
         """What a tensor will be."""
-        dtype = self._source.dtype(name) if self._dtype is None else dtype_name(self._dtype)
+        dtype = self._source.dtype(name) if self.dtype is None else dtype_name(self.dtype)
         return Spec(dtype, self._source.shape(name))
 
     def nbytes(self, name: str) -> int:
@@ -56,7 +58,13 @@ class Reader:
         tensor.finish()
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
+    def stop(self) -> None:
+        """Let every thread that reads fail at its next block."""
+        self._stopped.set()
+
     def advance(self, nbytes: int) -> None:
+        if self._stopped.is_set():
+            raise InterruptedError(errno.EINTR, "stopped")
         with self._lock:
             self._done += nbytes
             self._progress(self._done, self._expected)
@@ -70,7 +78,7 @@ class Reader:
         self.entries[name] = Entry(spec.dtype, spec.shape, made)
 
     def _complain(self, name: str, bad: int) -> None:
-        as_what = "" if self._dtype is None else f" as {torch_name(dtype_name(self._dtype))}"
+        as_what = "" if self.dtype is None else f" as {torch_name(dtype_name(self.dtype))}"
         text = f"{self._source.where(name)}: tensor {name}: {bad} values are NaN or infinite{as_what}"
         if self._strict:
             raise CheckpointError(f"{text}. Nothing was written. Without --strict it is converted as it is.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import version
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ from capo_megatron.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from capo_megatron.config import ShapeConfig
 
+_LARGEST = 2**40  # that a size may be
+_MOST_LAYERS = 10_000
 _TOY_VOCABULARY = 1024  # below it, padding to 128 rows per rank would be most of the work
 
 
@@ -59,12 +62,20 @@ class ModelShape:
     name: str = field(default="the model")
 
     def __post_init__(self) -> None:
-        if self.model_type not in FAMILIES:
+        if not isinstance(self.model_type, str) or self.model_type not in FAMILIES:
             raise ConfigError(f"{self.name}: model_type={self.model_type!r} is not supported. Use {_families()}.")
         for spec in fields(self):
             value = getattr(self, spec.name)
-            if spec.type == "int" and (not isinstance(value, int) or value < (spec.name != "head_dim")):
+            if spec.type == "int" and (type(value) is not int or not (spec.name != "head_dim") <= value < _LARGEST):
                 raise ConfigError(f"{self.name}: {spec.name}={value!r} must be a positive integer.")
+            if spec.type in ("float", "float | None") and not _is_positive(value, spec.type != "float"):
+                raise ConfigError(f"{self.name}: {spec.name}={value!r} must be a positive number.")
+            if spec.type == "bool" and type(value) is not bool:
+                raise ConfigError(f"{self.name}: {spec.name}={value!r} must be true or false.")
+        if self.num_hidden_layers > _MOST_LAYERS:
+            raise ConfigError(
+                f"{self.name}: num_hidden_layers={self.num_hidden_layers} must be at most {_MOST_LAYERS}."
+            )
         by_heads = self._must_divide("hidden_size", "num_attention_heads") if not self.head_dim else self.head_dim
         self._must_divide("num_attention_heads", "num_key_value_heads")
         object.__setattr__(self, "head_dim", by_heads)
@@ -113,6 +124,12 @@ class ModelShape:
         return -(-self.vocab_size // unit) * unit
 
 
+def _is_positive(value: Any, may_lack: bool) -> bool:
+    if value is None:
+        return may_lack
+    return type(value) in (int, float) and isfinite(value) and value > 0
+
+
 def _families() -> str:
     *others, last = (repr(name) for name in FAMILIES)
     return f"{', '.join(others)} or {last}"
@@ -131,10 +148,11 @@ def read_shape(directory: str | Path) -> ModelShape:
     _refuse_unsupported(found, path)
     values = {spec.name: found[spec.name] for spec in fields(ModelShape) if found.get(spec.name) is not None}
     values.pop("name", None)
-    base = (found.get("rope_parameters") or {}).get("rope_theta") or found.get("rope_theta") or ModelShape.rope_theta
-    if not isinstance(base, int | float):
-        raise CheckpointError(f"{path}: rope_theta={base!r} must be a number. Download it again.")
-    values["rope_theta"] = float(base)
+    bases = [place["rope_theta"] for place in (found.get("rope_parameters") or {}, found) if "rope_theta" in place]
+    for base in bases:
+        if not _is_positive(base, may_lack=True):
+            raise CheckpointError(f"{path}: rope_theta={base!r} must be a positive number. Download it again.")
+    values["rope_theta"] = float(next((base for base in bases if base is not None), ModelShape.rope_theta))
     values["rope_scaling_factor"] = _scaling_factor(found, path)
     try:
         return ModelShape(**(values | {"name": path.parent.name or str(path.parent)}))
@@ -149,7 +167,10 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: no such file. Point to a Hugging Face model directory.") from error
+        raise CheckpointError(
+            f"{path}: no such file. Point to a Hugging Face model directory; a Megatron checkpoint becomes one by "
+            "capo-megatron convert megatron-to-hf."
+        ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON ({error}). Download it again.") from error
     if not isinstance(found, dict):
@@ -159,6 +180,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 def _refuse_unsupported(found: dict[str, Any], path: Path) -> None:
     """Raise CheckpointError for anything that would silently compute something else."""
+    kinds = {"rope_scaling": dict, "rope_parameters": dict, "layer_types": list, "model_type": str}
+    for name, wanted in kinds.items():
+        if not isinstance(found.get(name), wanted | None):
+            raise CheckpointError(f"{path}: {name} is a {type(found[name]).__name__}, expected a {wanted.__name__}.")
     kind = found.get("model_type")
     if kind not in FAMILIES:
         raise CheckpointError(f"{path}: model_type={kind!r} is not supported. Use a {_families()} model.")
@@ -191,7 +216,7 @@ def _scaling_factor(found: dict[str, Any], path: Path) -> float | None:
         for name, only in _LLAMA3.items():
             if scaling.get(name) != only:
                 raise CheckpointError(f"{path}: {key} with {name}={scaling.get(name)!r} is not supported, only {only}.")
-        if not isinstance(scaling.get("factor"), int | float) or scaling["factor"] <= 0:
+        if not _is_positive(scaling.get("factor"), may_lack=False):
             raise CheckpointError(f"{path}: {key}.factor={scaling.get('factor')!r} must be a positive number.")
         factor = float(scaling["factor"])
     return factor

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from capo_megatron.errors import CheckpointError
 from capo_megatron.weights.shape import ModelShape
-from capo_megatron.weights.table import HEAD, hf_shapes
+from capo_megatron.weights.table import EMBEDDING, HEAD, hf_shapes
 
 # As safetensors names them. Others would be truncated, or need scales that are not read.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_ROWS = 2**14  # of the embedding that are compared at a time
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -117,6 +118,8 @@ def check_source(shape: ModelShape, source: WeightSource) -> None:
                 f"{source.where(name)}: tensor {name} has dtype {source.dtype(name)}, expected {' or '.join(DTYPES)}. "
                 "Use weights that are not quantised."
             )
+    if shape.tie_word_embeddings and HEAD.name in found:
+        _check_tied_head(shape, source)
     # Old exports carry the rotary frequencies; a tied model may carry a second copy of its embedding.
     extra = {name for name in found - expected.keys() if not name.endswith("rotary_emb.inv_freq")} - {HEAD.name}
     if extra:
@@ -124,6 +127,20 @@ def check_source(shape: ModelShape, source: WeightSource) -> None:
         raise CheckpointError(
             f"{source.where(name)}: tensor {name} ({len(extra)} such) has no place in {shape.name} with "
             f"{shape.num_hidden_layers} layers. The weights belong to another model than config.json."
+        )
+
+
+def _check_tied_head(shape: ModelShape, source: WeightSource) -> None:
+    """Raise CheckpointError if a tied model carries another head than its embedding: one of both would be lost."""
+    rows = shape.vocab_size
+    same = source.shape(HEAD.name) == source.shape(EMBEDDING.name)
+    for start in range(0, rows if same else 0, _ROWS):
+        one, other = (source.read(part.name, 0, start, min(start + _ROWS, rows)) for part in (HEAD, EMBEDDING))
+        same = same and torch.equal(one, other)
+    if not same:
+        raise CheckpointError(
+            f"{source.where(HEAD.name)}: tensor {HEAD.name} differs from {EMBEDDING.name}, but config.json has "
+            "tie_word_embeddings=true. Set it to false, or remove the tensor."
         )
 
 

@@ -241,6 +241,11 @@ def places(shape: ModelShape) -> list[Place]:
     return found + [Place(rule) for rule in table if rule.home is Home.END and not (tied and rule.parts == (HEAD,))]
 
 
+def tied_head(shape: ModelShape) -> list[Place]:
+    """The copy of the embedding that a checkpoint of a tied model may hold as its head."""
+    return [Place(rule) for rule in TABLES[shape.model_type] if shape.tie_word_embeddings and rule.parts == (HEAD,)]
+
+
 @functools.cache
 def hf_shapes(shape: ModelShape) -> Mapping[str, tuple[int, ...]]:
     """The Hugging Face name and shape of every tensor of the model, in the order of computation."""

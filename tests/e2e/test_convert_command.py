@@ -63,7 +63,8 @@ def test_there_and_back_with_a_summary_each_and_a_comparison(place: Path, capfd:
     for pair in (("hf", "there"), ("there", "back"), ("back", "hf")):
         shown = said(capfd, "convert", "verify", *pair, "--logits")
         found = re.fullmatch(
-            r"equal bit for bit: 38 tensors, .*\nlogits on random tokens: they differ by (\S+) at most\n", shown
+            r"equal bit for bit: 38 tensors, .*\nlogits on random tokens: they differ by (\S+) at most; the largest .*\n",
+            shown,
         )
         assert found and float(found[1]) < 1e-4, shown
     assert "decoder.layers.mlp.linear_fc1.weight" in said(capfd, "convert", "inspect", "there")
@@ -119,30 +120,46 @@ def test_a_conversion_killed_in_the_middle_leaves_nothing_and_the_next_one_says_
     assert not Path("there").exists() and Path(".there.partial").is_dir()
     assert snapshot(place / "hf") == before
     shown = said(capfd, "convert", "hf-to-megatron", "hf", "there").splitlines()
-    assert shown[0].startswith(".there.partial: removed, it was left by a conversion that was interrupted")
+    assert shown[0].startswith(f"{place}/.there.partial: removed, it was left by a conversion that was interrupted")
     assert said(capfd, "convert", "verify", "hf", "there").startswith("equal bit for bit")
     assert not Path(".there.partial").exists()
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["known before", "in the middle"])
-def test_a_full_disk_is_said_and_leaves_nothing(
-    place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, before: bool
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_conversion_that_is_stopped_removes_what_it_has_written(place: Path, number: signal.Signals) -> None:
+    script = (
+        "import os, sys, time\nfrom capo_megatron import cli\nfrom capo_megatron.weights import distributed_files\n"
+        "fill = distributed_files.Hole.fill\nleft = iter(range(9))\n"
+        "def stop(self, values):\n"
+        "    fill(self, values)\n"
+        f"    if next(left, None) is None: os.kill(os.getpid(), {number.value}); time.sleep(0.2)\n"
+        "distributed_files.Hole.fill = stop\n"
+        "sys.exit(cli.main(['convert', 'hf-to-megatron', 'hf', 'there']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    assert done.returncode == 128 + number
+    assert sorted(path.name for path in place.iterdir()) == ["hf"]
+
+
+def test_a_disk_that_fills_up_at_any_moment_is_said_and_nothing_is_left(
+    place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Sizes at which the disk is full in a value, in what torch.save writes around it, and in the tables."""
     disk = place / "disk"
     disk.mkdir()
-    with own_file_system(disk, "64k"):
-        if not disk.is_mount():
-            pytest.skip("a small file system cannot be mounted here")
-        if before:
-            (disk / "filler").write_bytes(bytes(48 * 1024))
-        make(place / "larger", vocab_size=1000) if not before else None
-        source = "hf" if before else "larger"
-        if not before:  # as if somebody else took the space while we write
-            usage = shutil._ntuple_diskusage(10**9, 0, 10**9)
-            monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-        line = refused(capfd, "convert", "hf-to-megatron", source, "disk/there")
-        assert re.search(r"GB free, .* are needed" if before else r"disk/there: not written: No space left", line), line
-        assert not list(disk.glob("*there*"))
+    usage = shutil.disk_usage(place)._replace(free=10**9)  # as if somebody else took the space while we write
+    said(capfd, "convert", "hf-to-megatron", "hf", "whole")
+    needed = sum(path.stat().st_blocks for path in Path("whole").iterdir()) // 2
+    for kib in (4, 28, 40, 60, 88, 100, needed - 8):
+        with own_file_system(disk, f"{kib}k"):
+            if not disk.is_mount():
+                pytest.skip("a small file system cannot be mounted here")
+            with monkeypatch.context() as patch:
+                patch.setattr(shutil, "disk_usage", lambda _: usage)
+                line = refused(capfd, "convert", "hf-to-megatron", "hf", "disk/there")
+            assert re.search(r"disk/there: not written: No space left .*Free disk space", line), (kib, line)
+            assert list(disk.iterdir()) == [], kib
+            assert re.search(r"GB free, .* are needed", refused(capfd, "convert", "hf-to-megatron", "hf", "disk/there"))
 
 
 def test_ranks_share_a_conversion_and_its_mistakes(place: Path) -> None:
@@ -157,7 +174,7 @@ def test_ranks_share_a_conversion_and_its_mistakes(place: Path) -> None:
     assert all(torch.equal(one.read(name), other.read(name)) for name in one.names())
     done = run(place, "capo_megatron", "convert", "megatron-to-hf", "there", "back", "--nproc", "2")
     assert done.returncode == 2
-    assert re.fullmatch(r"capo-megatron: CheckpointError: back: exists\. .*\n", done.stderr), done.stderr
+    assert re.fullmatch(r"capo-megatron: CheckpointError: \S+/back: exists\. .*\n", done.stderr), done.stderr
 
 
 # --- training ---------------------------------------------------------------------------------------------------------

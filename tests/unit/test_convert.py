@@ -6,6 +6,8 @@ import json
 import os
 import pickle
 import shutil
+import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -275,6 +277,63 @@ def test_a_bad_source_is_named_and_nothing_is_written(
     assert {path.name: path.read_bytes() for path in source.iterdir()} == before
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"rms_norm_eps": value} for value in ("x", -1, 0, float("nan"), [], True)),
+        *({"rope_theta": value} for value in ("x", -1, 0, [], float("nan"))),
+        *({"tie_word_embeddings": value} for value in ("false", 0, [], {})),
+        *({"num_hidden_layers": value} for value in (10**30, 0, True, "3", 2.5)),
+        {"initializer_range": []},
+        {"model_type": []},
+        {"rope_scaling": "x"},
+        {"rope_parameters": ["a"]},
+        {"layer_types": 1},
+        {"max_position_embeddings": True},
+    ],
+    ids=str,
+)
+def test_a_config_of_wrong_kinds_is_named(tmp_path: Path, changes: dict[str, Any]) -> None:
+    source = make(tmp_path / "hf")
+    edit_json(source / "config.json", **changes)
+    if "rope_theta" in changes:
+        edit_json(source / "config.json", rope_parameters=None)
+    with pytest.raises(CheckpointError, match=rf"config\.json: .*{next(iter(changes))}"):
+        hf_to_megatron(source, tmp_path / "megatron")
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_tied_model_with_another_head_than_its_embedding_is_refused(tmp_path: Path) -> None:
+    source = make(tmp_path / "hf", SHAPES["qwen3"])
+
+    def add_head(change: float) -> None:
+        def change_file(found: dict[str, Tensor]) -> None:
+            found["lm_head.weight"] = found["model.embed_tokens.weight"].clone()
+            found["lm_head.weight"][-1, -1] += change
+
+        rewrite(source / SINGLE, change_file)
+
+    add_head(0.0)
+    hf_to_megatron(source, tmp_path / "megatron")
+    add_head(1.0)
+    message = r"tensor lm_head\.weight differs from model\.embed_tokens\.weight, .*tie_word_embeddings=true"
+    for read in (open_checkpoint, lambda folder: hf_to_megatron(folder, tmp_path / "other")):
+        with pytest.raises(CheckpointError, match=message):
+            read(source)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "megatron"]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json"])
+def test_a_companion_that_cannot_be_carried_along_is_found_before_anything_is_written(
+    tmp_path: Path, name: str
+) -> None:
+    source = make(tmp_path / "hf")
+    (source / name).unlink()
+    (source / name).mkdir()
+    with pytest.raises(CheckpointError, match=rf"hf/{name}: not a file"):
+        hf_to_megatron(source, tmp_path / "megatron", progress=lambda *_: pytest.fail("something was read"))
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_value_that_is_no_number_is_said_and_copied_or_refused(tmp_path: Path, value: float) -> None:
     source = make(tmp_path / "hf")
@@ -426,6 +485,57 @@ def test_layers_of_several_dtypes_need_one_to_be_chosen(tmp_path: Path) -> None:
     hf_to_megatron(source, tmp_path / "megatron", dtype="bfloat16")
 
 
+@pytest.mark.parametrize("target", [".", "/", "hf/.."])
+def test_a_destination_without_a_name_of_its_own_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    make(Path("hf"))
+    with pytest.raises(CheckpointError, match="exists"):
+        hf_to_megatron("hf", target)
+
+
+def test_stopping_ends_a_conversion_at_the_next_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "BLOCK_BYTES", 100)
+    source, heard = make(tmp_path / "hf"), []
+
+    def interrupt(done: int, total: int) -> None:
+        heard.append(done)
+        if len(heard) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
+
+    with pytest.raises(KeyboardInterrupt):
+        hf_to_megatron(source, tmp_path / "megatron", progress=interrupt)
+    assert heard[-1] < 0.1 * sum(tensor.nbytes for tensor in tensors(source).values())
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_config_that_changed_after_a_conversion_is_noticed(tmp_path: Path) -> None:
+    source = make(tmp_path / "hf")
+    hf_to_megatron(source, tmp_path / "megatron")
+    edit_json(tmp_path / "megatron" / "config.json", rope_theta=30_000.0)
+    with pytest.raises(CheckpointError, match=r"config\.json: is not what was written"):
+        megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "back", config=source)  # it is not asked
+
+
+def test_a_manifest_of_other_tensors_is_refused(tmp_path: Path) -> None:
+    hf_to_megatron(make(tmp_path / "hf"), tmp_path / "megatron")
+    path = tmp_path / "megatron" / MANIFEST
+    whole = json.loads(path.read_text())
+    entry = whole["tensors"][UP]
+    for changed, message in (
+        ({}, rf"it does not name tensor {UP}"),
+        ({UP: entry, "more": entry}, "it names tensor more"),
+        ({UP: entry | {"dtype": "F32"}}, rf"it says that {UP} is F32"),
+    ):
+        rest = {name: value for name, value in whole["tensors"].items() if name != UP}
+        path.write_text(json.dumps(whole | {"tensors": rest | changed}))
+        with pytest.raises(CheckpointError, match=message):
+            megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
+
+
 def test_a_damaged_manifest_is_named(tmp_path: Path) -> None:
     hf_to_megatron(make(tmp_path / "hf"), tmp_path / "megatron")
     for content in ("{", "[]", '{"format": 2, "hash": "xxh3_128"}'):
@@ -444,6 +554,10 @@ def test_a_pickle_that_would_run_something_is_not_run(tmp_path: Path) -> None:
     (tmp_path / "megatron" / ".metadata").write_bytes(pickle.dumps(Bad()))
     (tmp_path / "megatron" / MANIFEST).unlink()
     with pytest.raises(CheckpointError, match=r"\.metadata: damaged \(posix\.mkdir does not belong into it\)"):
+        megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
+    hidden = b"\x80\x04\x8c\x2atorch.distributed.checkpoint.filesystem\x8c\x08os.mkdir\x93\x8c\x01x\x85R."
+    (tmp_path / "megatron" / ".metadata").write_bytes(hidden.replace(b"\x2at", b"\x27t"))
+    with pytest.raises(CheckpointError, match=r"\.metadata: damaged \(\S+\.os\.mkdir does not belong into it\)"):
         megatron_to_hf(tmp_path / "megatron", tmp_path / "back")
     assert not (tmp_path / "was-run").exists()
 
