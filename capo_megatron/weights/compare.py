@@ -12,6 +12,7 @@ from torch import Tensor
 
 from capo_megatron.errors import CheckpointError
 from capo_megatron.weights.checkpoint import Checkpoint
+from capo_megatron.weights.huggingface import Spec
 from capo_megatron.weights.manifest import Hasher
 from capo_megatron.weights.reading import BLOCK_BYTES
 from capo_megatron.weights.sources import WeightSource
@@ -73,10 +74,7 @@ def _check_same_sizes(a: Checkpoint, b: Checkpoint) -> None:
 
 
 def _nbytes(source: WeightSource, name: str) -> int:
-    count = 1
-    for size in source.shape(name):
-        count *= size
-    return count * (2 if source.dtype(name) in ("F16", "BF16") else 8 if source.dtype(name) == "F64" else 4)
+    return Spec(source.dtype(name), source.shape(name)).nbytes
 
 
 def _difference(a: Checkpoint, b: Checkpoint, name: str) -> str | None:

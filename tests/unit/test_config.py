@@ -326,7 +326,7 @@ def test_switching_the_algorithm_keeps_what_means_the_same_to_both(config_file, 
 def test_switching_the_algorithm_of_a_written_config_gives_one_that_can_be_built(loaded, config_file, before, after):
     given = {"dr_grpo": ["algorithm.length=9"], "capo": ["algorithm.reference_decay=0.9"]}
     path = config_file(dump(loaded(f"algorithm.kind={before}", *given.get(before, []))))
-    build(load(path, [f"algorithm.kind={after}"]).algorithm)
+    assert build(load(path, [f"algorithm.kind={after}"]).algorithm).name == after
 
 
 # --- rules that span sections -----------------------------------------------------------------------------------------

@@ -26,7 +26,9 @@ def test_an_example_is_a_valid_config(path: Path) -> None:
 @pytest.mark.parametrize("kind", list(ALGORITHMS))
 def test_the_quickstarts_config_takes_any_algorithm(kind: str, tmp_path: Path) -> None:
     needed = ["data.perturbations=[typo, typo]"] if kind == "scapo" else []
-    describe(load(EXAMPLES / "quickstart.yaml", [f"output={tmp_path / 'run'}", f"algorithm.kind={kind}", *needed]), 1)
+    config = load(EXAMPLES / "quickstart.yaml", [f"output={tmp_path / 'run'}", f"algorithm.kind={kind}", *needed])
+    assert config.algorithm.kind == kind
+    assert describe(config, 1)
 
 
 @pytest.mark.parametrize(
