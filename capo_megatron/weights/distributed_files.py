@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from capo_megatron.weights.distributed import BACKENDS, COMMON, METADATA, Chunk, Stored, values_start
-from capo_megatron.weights.raw import write_at
+from capo_megatron.weights.raw import SharedFile
 from capo_megatron.weights.shape import ModelShape
 from capo_megatron.weights.table import Place, places
 
@@ -53,13 +53,13 @@ class Header(NamedTuple):
 class Hole:
     """The place of a chunk's values in a file."""
 
-    def __init__(self, descriptor: int, start: int, nbytes: int) -> None:
-        self._descriptor, self._at, self._end = descriptor, start, start + nbytes
+    def __init__(self, file: SharedFile, start: int, nbytes: int) -> None:
+        self._file, self._at, self._end = file, start, start + nbytes
 
     def fill(self, values: Tensor) -> None:
         """Write the next values."""
         assert self._at + values.nbytes <= self._end, "more values than the chunk has"
-        self._at = write_at(self._descriptor, values, self._at)
+        self._at = self._file.put(values, self._at)
 
     @property
     def left(self) -> int:
@@ -71,7 +71,7 @@ class ChunkFiles:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._rank = folder, rank
-        self._files: list[FileIO] = []
+        self._files: list[SharedFile] = []
         self._holes: list[Hole] = []
         self._lock = threading.Lock()
         self.written: list[Written] = []
@@ -85,7 +85,7 @@ class ChunkFiles:
             self.written.append(Written(header.name, header.dtype, chunk))
             stored = Stored(header.dtype, header.sizes, (chunk,))
             start = values_start(file, stored, chunk)
-            self._holes.append(Hole(file.fileno(), start, values.nbytes))
+            self._holes.append(Hole(file, start, values.nbytes))
             return self._holes[-1]
 
     def add_extra(self, shape: ModelShape) -> None:
@@ -99,9 +99,9 @@ class ChunkFiles:
         for name in [*names, "decoder.final_layernorm._extra_state/shard_0_1"]:
             self.extra.append((name, self._save([None], (), ())[0]))
 
-    def _save(self, value: Any, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Chunk, FileIO]:
+    def _save(self, value: Any, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[Chunk, SharedFile]:
         if not self._files or self._files[-1].tell() > FILE_BYTES:
-            self._files.append(FileIO(self._folder / f"__{self._rank}_{len(self._files)}.distcp", "w+"))
+            self._files.append(SharedFile(self._folder / f"__{self._rank}_{len(self._files)}.distcp", "w+"))
         file = self._files[-1]
         begin = file.tell()
         _save_without_checksums(value, file)

@@ -7,7 +7,6 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from capo_megatron.errors import CheckpointError
-from capo_megatron.weights.raw import read_rows, write_at
+from capo_megatron.weights.raw import SharedFile, read_rows
 from capo_megatron.weights.shape import ModelShape, hf_config, read_config
 from capo_megatron.weights.sources import DTYPES, dtype_name
 from capo_megatron.weights.table import hf_shapes
@@ -59,8 +58,8 @@ class _Stored(NamedTuple):
 class DirectorySource:
     """The safetensors files of a directory: one `model.safetensors`, or several with an index.
 
-    Bytes are read where they are asked for, not mapped into memory: what was read does not stay. Raises CheckpointError
-    if files are missing, damaged, or disagree.
+    Only what is asked for is read, and it does not stay in memory. Raises CheckpointError if files are missing,
+    damaged, or disagree.
     """
 
     directory: Path
@@ -181,7 +180,7 @@ class ShardFile:
             end += spec.nbytes
         raw = json.dumps(header, separators=(",", ":")).encode()
         raw += b" " * (-len(raw) % 8)  # readers map the file: tensors begin aligned
-        self._file = FileIO(path, "w")
+        self._file = SharedFile(path, "w")
         self._file.write(len(raw).to_bytes(8, "little") + raw)
         first = 8 + len(raw)
         self._next = {name: first + header[name]["data_offsets"][0] for name in specs}
@@ -189,7 +188,7 @@ class ShardFile:
 
     def write(self, name: str, values: Tensor) -> None:
         """Write the next values of a tensor."""
-        self._next[name] = write_at(self._file.fileno(), values, self._next[name])
+        self._next[name] = self._file.put(values, self._next[name])
 
     def __enter__(self) -> ShardFile:
         return self
