@@ -76,7 +76,7 @@ class CuriousReward:
         self._last = {
             "cde/omega": omega,
             "cde/bonus": float((shaped - reward).mean()),
-            "cde/capped_share": float(capped.float().mean()),
+            "cde/capped_share": float(capped.float().mean()) if omega else 0.0,
         }
         return shaped
 
