@@ -14,8 +14,9 @@ from capo_megatron.mcore.checkpoint import DistCheckpointStore
 from capo_megatron.mcore.model import DTYPES, check_layout
 from capo_megatron.mcore.policy import MegatronPolicy
 from capo_megatron.mcore.runtime import Runtime
+from capo_megatron.rollout import vllm
 from capo_megatron.rollout.transformers import TransformersEngine
-from capo_megatron.seams import SamplingParams
+from capo_megatron.seams import RolloutEngine, SamplingParams
 from capo_megatron.warmup import Base, Say
 from capo_megatron.weights.checkpoint import open_checkpoint
 from capo_megatron.weights.shape import ModelShape, hf_config, read_shape
@@ -35,6 +36,8 @@ class Model:
     @classmethod
     def accept(cls, config: RunConfig) -> Model:
         """The model that `config` names. Raises ConfigError, DataError or CheckpointError; writes nothing."""
+        if config.rollout.engine == "vllm":
+            vllm.check_installed()
         shape = shape_of(config)
         check_layout(shape, config.parallel)
         tokenizer = tokenizer_for(config.model, config.data)
@@ -75,15 +78,17 @@ class Model:
             policy.load(weights)
         return policy
 
-    def engine(self, team: Runtime) -> TransformersEngine:
-        """An engine of this shape, without weights; the ranks share the problems."""
-        dtype = self.config.model.dtype
+    def engine(self, team: Runtime) -> RolloutEngine:
+        """The configured engine for this shape, without weights; the ranks share the problems. Collective."""
+        dtype, rollout = self.config.model.dtype, self.config.rollout
+        if rollout.engine == "vllm":
+            return vllm.VllmEngine(self.shape, self.tokenizer, dtype, rollout.vllm, team.rank, team.size)
         described = hf_config(self.shape, dtype)
         config = AutoConfig.for_model(described.pop("model_type"), **described)
         share = (team.rank, team.size)
-        return TransformersEngine(config, self.tokenizer, DTYPES[dtype], self.config.rollout.batch_size, share)
+        return TransformersEngine(config, self.tokenizer, DTYPES[dtype], rollout.batch_size, share)
 
-    def trained_engine(self, team: Runtime, step: int | None) -> tuple[TransformersEngine, int]:
+    def trained_engine(self, team: Runtime, step: int | None) -> tuple[RolloutEngine, int]:
         """An engine with the weights of a checkpoint (None: the newest), and its step. Raises CheckpointError."""
         policy = self._bare_policy(team)
         found = DistCheckpointStore(Path(self.config.output), team).load(policy, step)
@@ -93,7 +98,7 @@ class Model:
             )
         return self._loaded_engine(team, policy), found[0]
 
-    def base_engine(self, team: Runtime, say: Say) -> TransformersEngine:
+    def base_engine(self, team: Runtime, say: Say) -> RolloutEngine:
         """An engine with the weights that training starts from."""
         policy = self._bare_policy(team)
         policy.load(self.weights(team, say))
@@ -116,7 +121,7 @@ class Model:
             averaged_reference=averaged_reference,
         )
 
-    def _loaded_engine(self, team: Runtime, policy: MegatronPolicy) -> TransformersEngine:
+    def _loaded_engine(self, team: Runtime, policy: MegatronPolicy) -> RolloutEngine:
         engine = self.engine(team)
         engine.load_weights(policy.hf_weights(), policy.version)
         return engine

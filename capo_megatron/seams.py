@@ -144,8 +144,11 @@ class SamplingParams:
 
 
 class RolloutEngine(Protocol):
-    version: int  # of the weights it holds, -1 before the first load
     share: tuple[int, int]  # (index, count): this rank samples the index-th of count shares of a step's problems
+
+    @property
+    def version(self) -> int:
+        """Of the weights it holds, -1 before the first load."""
 
     def generate(self, problems: Sequence[Problem], samples: int, params: SamplingParams) -> list[list[Sample]]:
         """For each problem its `samples` responses."""

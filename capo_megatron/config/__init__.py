@@ -19,6 +19,7 @@ from capo_megatron.config.sections import (
     RunConfig,
     ShapeConfig,
     TrainConfig,
+    VllmConfig,
     WarmupConfig,
 )
 
@@ -34,6 +35,7 @@ __all__ = [
     "RunConfig",
     "ShapeConfig",
     "TrainConfig",
+    "VllmConfig",
     "WarmupConfig",
     "around_model",
     "describe_batch",

@@ -17,6 +17,7 @@ def mistakes(config: RunConfig, world_size: int, training: bool = True) -> Itera
     """One line for every rule that `config` breaks when `world_size` ranks train, or only sample and evaluate."""
     yield from _model(config)
     yield from _layout(config, world_size)
+    yield from _engine(config, world_size)
     yield from _data(config)
     yield from _positions(config)
     if training:
@@ -48,6 +49,15 @@ def _layout(config: RunConfig, world_size: int) -> Iterator[str]:
         yield f"parallel.virtual={parallel.virtual} needs parallel.pipeline > 1, got 1. Use parallel.virtual=1."
     if parallel.sequence and parallel.tensor == 1:
         yield "parallel.sequence=true needs parallel.tensor > 1, got 1. Use parallel.sequence=false."
+
+
+def _engine(config: RunConfig, world_size: int) -> Iterator[str]:
+    tensor = config.rollout.vllm.tensor
+    if config.rollout.engine == "vllm" and world_size % tensor:
+        yield (
+            f"rollout.vllm.tensor={tensor} does not divide the {_count(world_size, 'rank')}, each of which belongs to "
+            "one engine. Use a divisor."
+        )
 
 
 def _data(config: RunConfig) -> Iterator[str]:

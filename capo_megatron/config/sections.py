@@ -94,10 +94,23 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VllmConfig:
+    """vLLM inside the training processes, for rollout.engine: vllm."""
+
+    tensor: Count = 1  # ranks that share an engine and cut its weights between them
+    memory_fraction: Annotated[float, Gt(0), Lt(1)] = 0.5  # of the GPU, for weights and KV cache while it samples
+    cpu_cache_gib: Count = 1  # of KV cache, without a GPU
+    batch_size: Count = 256  # responses decoded together
+    bucket_mib: Count = 512  # weights that are handed over together at a refit
+    eager: bool = False  # without CUDA graphs: starts faster, samples slower
+
+
+@dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """How a step's responses are sampled."""
 
-    engine: Literal["transformers"] = "transformers"
+    engine: Literal["transformers", "vllm"] = "transformers"
+    vllm: VllmConfig = field(default_factory=VllmConfig)
     prompts: Count = 128  # problems per step
     samples: Count = 8  # responses per problem (G)
     max_tokens: Count = 3046

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,10 +11,11 @@ from torch import Tensor
 from capo_megatron.agreement import gather_or_raise
 from capo_megatron.errors import RolloutError
 from capo_megatron.rollout.collect import align
+from capo_megatron.rollout.requests import PromptAndResponse
 from capo_megatron.seams import Policy, PromptSource, RolloutEngine, SamplingParams, Team
 from capo_megatron.types import Problem, RolloutBatch, Segment
 
-PromptAndResponse = tuple[Sequence[int], Sequence[int]]  # token ids
+_TOKENS = 256  # of a response at most: an engine may need a request per token
 _LARGEST = 80.0  # nats; exp of more is no float32
 
 
@@ -55,12 +57,14 @@ class Probe:
     def _draw(
         self, engine: RolloutEngine, prompts: PromptSource, params: SamplingParams, team: Team
     ) -> list[PromptAndResponse]:
-        """Responses of rank 0's engine to the problems that come next, which the source then gives once more."""
+        """Responses of the first engine to the problems that come next, which the source then gives once more."""
         before = prompts.state_dict()
         problems = prompts.take(self.rows)
         prompts.load_state_dict(before)
-        drawn = gather_or_raise(team, lambda: engine.generate(problems, 1, params) if team.rank == 0 else None)[0]
-        assert drawn is not None, "rank 0 has generated"
+        first = engine.share[0] == 0  # every rank of an engine has to take part
+        short = replace(params, max_tokens=min(params.max_tokens, _TOKENS))
+        drawn = gather_or_raise(team, lambda: engine.generate(problems, 1, short) if first else None)[0]
+        assert drawn is not None, "rank 0 belongs to the first engine"
         return [(problem.prompt_ids, group[0].ids) for problem, group in zip(problems, drawn, strict=True)]
 
     def _gap(

