@@ -143,6 +143,9 @@ class SamplingParams:
     seed: int = 0
 
 
+Sketch = tuple[float, float, float]  # of a weight, see `rollout.sketch`
+
+
 class RolloutEngine(Protocol):
     share: tuple[int, int]  # (index, count): this rank samples the index-th of count shares of a step's problems
 
@@ -163,6 +166,12 @@ class RolloutEngine(Protocol):
 
     def load_weights(self, hf: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Refit: take every weight under its Hugging Face name. All or nothing: RolloutError if one is missing."""
+
+    def sketches(self) -> dict[str, Sketch]:
+        """What it holds of every weight, under its Hugging Face name. Collective over the ranks of an engine."""
+
+    def forget(self) -> None:
+        """Forget keys and values that were computed with the weights of some time ago."""
 
     def sleep(self) -> None:
         """Free memory before training."""

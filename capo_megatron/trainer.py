@@ -57,7 +57,7 @@ def train(config: RunConfig, parts: Parts) -> int:
     """Train until `config.train.steps` or a signal to stop, resuming from the newest checkpoint; the step reached."""
     policy, log, team, algorithm = parts.policy, parts.log, parts.team, parts.algorithm
     step = saved = _resume(config, parts)
-    probe = Probe(config.rollout.probe_rows, config.probe_tolerance)
+    probe = Probe(config.rollout.probe_rows, config.probe_tolerance, config.rounding)
     skipped = 0
     gap = _refit(parts, probe)
     if step == 0 and config.eval.every and config.eval.at_start:

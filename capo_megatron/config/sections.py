@@ -229,6 +229,11 @@ class RunConfig:
         """The largest gap between engine and policy: as set, or what rounding in the model's dtype leaves room for."""
         return self.rollout.probe_tolerance or {"float32": 1e-3, "bfloat16": 2e-2}[self.model.dtype]
 
+    @property
+    def rounding(self) -> float:
+        """By how much sums over a weight may differ between engine and policy, relative, if it is the same weight."""
+        return {"float32": 1e-5, "bfloat16": 1e-2}[self.model.dtype]
+
     def check(self, world_size: int, training: bool = True) -> None:
         """Raise ConfigError if sections contradict each other or `world_size` ranks cannot be laid out so.
 

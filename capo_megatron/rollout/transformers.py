@@ -22,6 +22,7 @@ from capo_megatron.errors import RolloutError
 from capo_megatron.rollout.decoding import ATTENTION, Decoder, Responses, growing_cache
 from capo_megatron.rollout.requests import PromptAndResponse, Tokenizer, check_fits, check_params, few
 from capo_megatron.rollout.sampling import row_seed, uniforms
+from capo_megatron.rollout.sketch import Sketch, sketches
 from capo_megatron.seams import SamplingParams
 from capo_megatron.types import Problem, Sample
 
@@ -84,6 +85,9 @@ class TransformersEngine:
                 f"{self._model.config.num_hidden_layers} layers)."
             )
         self.version = version
+
+    def forget(self) -> None:
+        """Nothing outlives a call of `generate`."""
 
     def sleep(self) -> None:
         """Move the weights off the GPU until `wake`. On a CPU there is nothing to free."""
@@ -201,6 +205,10 @@ class TransformersEngine:
             scored.append(logits.gather(1, wanted.unsqueeze(1)).squeeze(1) - logits.logsumexp(dim=1))
         parts = torch.cat(scored).split([len(response) for _, response in sequences])
         return (part.tolist() for part in parts)
+
+    def sketches(self) -> dict[str, Sketch]:
+        """What the model holds of every weight."""
+        return sketches(self._model.named_parameters())
 
     # --- checks -------------------------------------------------------------------------------------------------------
 

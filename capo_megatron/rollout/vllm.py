@@ -11,8 +11,7 @@ import gc
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
@@ -25,13 +24,12 @@ from capo_megatron.config import VllmConfig
 from capo_megatron.errors import ConfigError, RolloutError
 from capo_megatron.rollout.requests import PromptAndResponse, Tokenizer, check_fits, check_params, few
 from capo_megatron.rollout.sampling import row_seed
-from capo_megatron.seams import SamplingParams
+from capo_megatron.seams import SamplingParams, Sketch
 from capo_megatron.types import Problem, Sample
 from capo_megatron.weights.shape import ModelShape, hf_config
 from capo_megatron.weights.table import hf_shapes
 
 VERSIONS = ("0.32.",)  # whose refit calls have been tried; they change between releases
-_BACKEND = "capo_in_process"
 _SEED_BITS = 2**63 - 1  # torch takes a signed seed
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine runs in this process, which holds the weights
@@ -115,7 +113,7 @@ class VllmEngine:
                 self._llm.update_weights({"update_info": {"weights": bucket}})
         finally:
             self._llm.finish_weight_update(weight_version=str(version))
-            self._llm.reset_prefix_cache()
+            self.forget()
         if missing := [name for name in self._expected if name not in seen]:
             wrong.append(f"{len(missing)} missing: {few(missing)}")
         if wrong:
@@ -144,6 +142,10 @@ class VllmEngine:
             else:
                 seen.add(name)
                 yield name, tensor
+
+    def forget(self) -> None:
+        """Empty the prefix cache."""
+        self._llm.reset_prefix_cache()
 
     def sleep(self) -> None:
         """Give the memory of weights and KV cache back until `wake`. On a CPU nothing is freed."""
@@ -251,6 +253,13 @@ class VllmEngine:
         found = iter([output.logprobs[0][token].logprob for output, token in zip(outputs, targets, strict=True)])
         return [list(islice(found, len(response))) for _, response in sequences]
 
+    def sketches(self) -> dict[str, Sketch]:
+        """What vLLM's workers hold of every weight, under its Hugging Face name. Collective over the engine's ranks."""
+        from capo_megatron.rollout.vllm_weights import held
+
+        found: dict[str, Sketch] = self._llm.apply_model(held)[0]
+        return {name: found[name] for name in self._expected}
+
     # --- checks -------------------------------------------------------------------------------------------------------
 
     def _require_awake(self, action: str) -> None:
@@ -290,10 +299,9 @@ def _start(shape: ModelShape, dtype: str, options: VllmConfig, ranks: int, gpu: 
         os.environ.get("TORCHELASTIC_RUN_ID", os.getpid()), os.environ.get("MASTER_PORT", "")
     )
     from vllm import LLM
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    if _BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(_BACKEND, _receiver())
+    from capo_megatron.rollout.vllm_weights import BACKEND
+
     with tempfile.TemporaryDirectory(prefix="capo-vllm-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(hf_config(shape, dtype)), encoding="utf-8")
         llm = LLM(
@@ -308,7 +316,7 @@ def _start(shape: ModelShape, dtype: str, options: VllmConfig, ranks: int, gpu: 
             enable_sleep_mode=gpu,
             logprobs_mode="processed_logprobs",
             generation_config="vllm",  # whatever config files say of sampling is not in SamplingParams and must not act
-            weight_transfer_config={"backend": _BACKEND},
+            weight_transfer_config={"backend": BACKEND},
             enable_prefix_caching=True,
             max_num_seqs=options.batch_size,
             seed=0,
@@ -319,48 +327,3 @@ def _start(shape: ModelShape, dtype: str, options: VllmConfig, ranks: int, gpu: 
     llm.llm_engine.engine_core._finalizer.detach()
     gc.unfreeze()
     return llm
-
-
-def _receiver() -> type:
-    """vLLM's end of a refit within one process: tensors are handed over as they are."""
-    from vllm.distributed.weight_transfer.base import (
-        WeightTransferEngine,
-        WeightTransferInitInfo,
-        WeightTransferUpdateInfo,
-    )
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-    @dataclass
-    class Nothing(WeightTransferInitInfo):
-        pass
-
-    @dataclass
-    class Bucket(WeightTransferUpdateInfo):
-        weights: list[tuple[str, Tensor]]
-
-    class Receiver(WeightTransferEngine[Nothing, Bucket]):
-        init_info_cls, update_info_cls = Nothing, Bucket
-
-        def init_transfer_engine(self, init_info: Nothing) -> None:
-            pass
-
-        def start_weight_update(self) -> None:
-            initialize_layerwise_reload(self.model)
-
-        def update_weights(self, update_info: Mapping[str, Any]) -> None:
-            self.receive_weights(self.parse_update_info(dict(update_info)))
-
-        def receive_weights(self, update_info: Bucket) -> None:
-            self.model.load_weights(update_info.weights)
-
-        def finish_weight_update(self) -> None:
-            finalize_layerwise_reload(self.model, self.model_config)
-            if self.device.type == "cpu":
-                # A tied head multiplies by a packed copy of the embedding, which a reload forgets to make again.
-                head = self.model.lm_head
-                head.quant_method.process_weights_after_loading(head)
-
-        def shutdown(self) -> None:
-            pass
-
-    return Receiver

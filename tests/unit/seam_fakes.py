@@ -20,7 +20,7 @@ from capo_megatron.algorithms.equations import reduction_weights
 from capo_megatron.config import RunConfig, load
 from capo_megatron.data import ShuffledSource
 from capo_megatron.runlog import RunLog
-from capo_megatron.seams import Algorithm, PolicyLoss, SamplingParams, Signal, Solo, Weights
+from capo_megatron.seams import Algorithm, PolicyLoss, SamplingParams, Signal, Sketch, Solo, Weights
 from capo_megatron.trainer import Parts
 from capo_megatron.types import (
     Grade,
@@ -113,6 +113,11 @@ class FakeEngine:
         self._note("refit")
         (self._weight,) = (float(tensor) for _, tensor in hf)
         self.version = version
+
+    def sketches(self) -> dict[str, Sketch]:
+        return {"weight": (self._weight, self._weight, abs(self._weight))}
+
+    def forget(self) -> None: ...
 
     def sleep(self) -> None:
         self._note("sleep")

@@ -2,60 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
-from transformers import Qwen2ForCausalLM
 
 from capo_megatron.errors import RolloutError
 from capo_megatron.rollout.proof import Probe, batch_from_sequences
-from capo_megatron.seams import SamplingParams, Signal, Solo, Weights
-from capo_megatron.types import PolicyOutputs, Problem, RolloutBatch
-from tests.unit.tiny_qwen2 import ThreadTeam, engine_of, mixed_problems, on_ranks, tiny_model, weights_of
+from capo_megatron.seams import SamplingParams, Solo
+from tests.unit.tiny_qwen2 import (
+    ModelPolicy,
+    Prompts,
+    ThreadTeam,
+    engine_of,
+    mixed_problems,
+    on_ranks,
+    tiny_model,
+    weights_of,
+)
 
 PARAMS = SamplingParams(12, stop_ids=(3,))
-
-
-class ModelPolicy:
-    """A policy that scores with a Hugging Face model and cannot train."""
-
-    def __init__(self, model: Qwen2ForCausalLM, version: int = 0) -> None:
-        self.model, self.version = model, version
-
-    def score(
-        self, batch: RolloutBatch, needs: frozenset[Signal], which: Weights = "policy", top_k: int = 0
-    ) -> PolicyOutputs:
-        with torch.no_grad():
-            logprobs = self.model(batch.tokens[:, :-1]).logits.log_softmax(-1)
-        return PolicyOutputs(logprobs.gather(2, batch.tokens[:, 1:, None]).squeeze(2) * batch.response_mask)
-
-    def train_step(self, *_: Any, **__: Any) -> Any:
-        raise AssertionError("a proof trains nothing")
-
-    def hf_weights(self, which: Weights = "policy") -> Iterator[tuple[str, Tensor]]:
-        return iter(weights_of(self.model))
-
-
-class Prompts:
-    """Problems in order, for ever."""
-
-    def __init__(self) -> None:
-        self.position = 0
-
-    def take(self, count: int) -> list[Problem]:
-        start, self.position = self.position, self.position + count
-        return mixed_problems(20)[start : self.position]
-
-    def repeat(self, problems: Sequence[Problem]) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.position = state["position"]
 
 
 def test_equal_weights_are_proven_equal() -> None:
@@ -81,7 +45,8 @@ def test_one_wrong_bias_is_found_out() -> None:
     model, changed = tiny_model(), tiny_model()
     with torch.no_grad():
         changed.model.layers[0].self_attn.v_proj.bias.zero_()
-    message = "probe_tolerance=0.02: .* factor of .* in the median.*rope_theta"
+    name = "model.layers.0.self_attn.v_proj.bias"
+    message = f"probe_tolerance=0.02: .* factor of .* in the median.*in 1 of 26 tensors: {name} .{name} all zero"
     with pytest.raises(RolloutError, match=message):
         Probe(4, 0.02).prove(engine_of(changed), ModelPolicy(model), Prompts(), PARAMS, Solo(), 0)
     # The same gap under a wide tolerance is reported.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from capo_megatron.rollout.transformers import TransformersEngine
-from capo_megatron.types import Problem
+from capo_megatron.seams import Signal, Weights
+from capo_megatron.types import PolicyOutputs, Problem, RolloutBatch
 
 
 class NumberTokenizer:
@@ -73,6 +74,45 @@ def mixed_problems(count: int, vocab_size: int = 13) -> list[Problem]:
     generator = torch.Generator().manual_seed(11)
     prompts = [torch.randint(0, vocab_size, (1 + index % 5,), generator=generator).tolist() for index in range(count)]
     return [Problem(f"problem-{index}", "", tuple(prompt), "") for index, prompt in enumerate(prompts)]
+
+
+class ModelPolicy:
+    """A policy that scores with a Hugging Face model and cannot train."""
+
+    def __init__(self, model: Qwen2ForCausalLM, version: int = 0, temperature: float = 1.0) -> None:
+        self.model, self.version, self.temperature = model, version, temperature
+
+    def score(
+        self, batch: RolloutBatch, needs: frozenset[Signal], which: Weights = "policy", top_k: int = 0
+    ) -> PolicyOutputs:
+        with torch.no_grad():
+            logprobs = self.model(batch.tokens[:, :-1]).logits.div(self.temperature).log_softmax(-1)
+        return PolicyOutputs(logprobs.gather(2, batch.tokens[:, 1:, None]).squeeze(2) * batch.response_mask)
+
+    def train_step(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("a proof trains nothing")
+
+    def hf_weights(self, which: Weights = "policy") -> Iterator[tuple[str, Tensor]]:
+        return iter(weights_of(self.model))
+
+
+class Prompts:
+    """Problems in order, for ever."""
+
+    def __init__(self, problems: Sequence[Problem] | None = None) -> None:
+        self.position, self._problems = 0, problems or mixed_problems(20)
+
+    def take(self, count: int) -> list[Problem]:
+        start, self.position = self.position, self.position + count
+        return list(self._problems[start : self.position])
+
+    def repeat(self, problems: Sequence[Problem]) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.position = state["position"]
 
 
 class ThreadTeam:
