@@ -94,6 +94,7 @@ def train_on(team: Runtime, config: RunConfig, accepted: Accepted, reward: Rewar
             team=team,
             sampling=model.sampling,
             pad_id=model.pad_id,
+            reference=model.reference_identity(weights),
         )
         reached = train(config, parts)
     if reached < config.train.steps:
@@ -145,7 +146,8 @@ def accept(config: RunConfig, world: int) -> Accepted:
     saved = DistCheckpointStore(output, Solo()).check(model.shape)
     if saved is not None:
         prompts = ShuffledSource(data.train, config.seed, config.data.shuffle)
-        take_up(*saved, build_algorithm(config.algorithm), prompts, config.train.steps)
+        reference = model.reference_identity()
+        take_up(*saved, build_algorithm(config.algorithm), prompts, config.train.steps, reference)
     require_packages(config.log)
     model.check_weights()
     return Accepted(model, data, algorithm)

@@ -20,7 +20,7 @@ from capo_megatron.seams import RolloutEngine, SamplingParams
 from capo_megatron.warmup import Base, Say
 from capo_megatron.weights.checkpoint import open_checkpoint
 from capo_megatron.weights.shape import ModelShape, hf_config, read_shape
-from capo_megatron.weights.sources import RandomSource, WeightSource, check_source
+from capo_megatron.weights.sources import RandomSource, WeightSource, check_source, identity
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,26 @@ class Model:
     ) -> MegatronPolicy:
         """The model as a policy, with its reference: frozen, or the start of a moving average."""
         policy = self._bare_policy(team, optimizer_steps, averaged_reference)
-        reference = self.config.model.reference
-        policy.load(weights if reference is None else _weights_at(reference))
+        policy.load(self._reference(weights))
         policy.freeze_reference()
-        if reference is not None:
+        if self.config.model.reference is not None:
             policy.load(weights)
         return policy
+
+    def reference_identity(self, weights: WeightSource | None = None) -> str:
+        """By which a checkpoint knows the frozen reference again; "" while a warm-up has still to make it.
+
+        `weights` are those that training starts from; default: those that there are.
+        """
+        if weights is None and self.base is not None and self.config.model.reference is None:
+            weights = self.base.weights() if self.base.is_made() else None
+            if weights is None:
+                return ""
+        return identity(self.shape, self._reference(weights or self._start()))
+
+    def _reference(self, weights: WeightSource) -> WeightSource:
+        reference = self.config.model.reference
+        return weights if reference is None else _weights_at(reference)
 
     def engine(self, team: Runtime) -> RolloutEngine:
         """The configured engine for this shape, without weights; the ranks share the problems. Collective."""

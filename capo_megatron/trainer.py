@@ -51,6 +51,7 @@ class Parts:
     team: Team
     sampling: SamplingParams  # its seed is replaced by one of the run's seed and the step
     pad_id: int
+    reference: str = ""  # which weights the frozen reference has; "" is not compared
 
 
 def train(config: RunConfig, parts: Parts) -> int:
@@ -202,15 +203,22 @@ def _resume(config: RunConfig, parts: Parts) -> int:
         parts.log.resume_from(-1)
         return 0
     step, state = found
-    take_up(step, state, parts.algorithm, parts.prompts, config.train.steps)
+    take_up(step, state, parts.algorithm, parts.prompts, config.train.steps, parts.reference)
     parts.log.resume_from(step)
     return step
 
 
-def take_up(step: int, state: Mapping[str, Any], algorithm: Algorithm, prompts: PromptSource, steps: int) -> None:
+def take_up(
+    step: int,
+    state: Mapping[str, Any],
+    algorithm: Algorithm,
+    prompts: PromptSource,
+    steps: int,
+    reference: str = "",
+) -> None:
     """Bring algorithm and prompts to where a checkpoint's state left them, for a run of so many `steps`.
 
-    Raises CheckpointError or DataError if it is of another algorithm, another kind of reference, or other problems.
+    Raises CheckpointError or DataError if it is of another algorithm, another reference, or other problems.
     """
     lacking = {"method", "prompts", "algorithm"} - state.keys()
     if lacking:
@@ -220,9 +228,10 @@ def take_up(step: int, state: Mapping[str, Any], algorithm: Algorithm, prompts: 
             f"algorithm.kind={algorithm.name}: the checkpoint of step {step} in this output was trained by "
             f"{state['method']}. Nothing was changed. Choose another output, or algorithm.kind={state['method']}."
         )
-    _check_reference(step, state, algorithm)
+    _check_kind_of_reference(step, state, algorithm)
     prompts.load_state_dict(state["prompts"])
     algorithm.load_state_dict(state["algorithm"])
+    _check_reference(step, state, algorithm, reference)
     spanned = state.get("steps", steps)
     if algorithm.scheduled and spanned != steps:
         warn_once(
@@ -232,7 +241,7 @@ def take_up(step: int, state: Mapping[str, Any], algorithm: Algorithm, prompts: 
         )
 
 
-def _check_reference(step: int, state: Mapping[str, Any], algorithm: Algorithm) -> None:
+def _check_kind_of_reference(step: int, state: Mapping[str, Any], algorithm: Algorithm) -> None:
     averaged = bool(state.get("averaged_reference", False))  # which the first checkpoints of this program do not say
     if averaged != (decay := algorithm.reference_decay is not None):
         option = f"algorithm.reference_decay={algorithm.reference_decay if decay else 'null'}"
@@ -242,11 +251,23 @@ def _check_reference(step: int, state: Mapping[str, Any], algorithm: Algorithm) 
         )
 
 
+def _check_reference(step: int, state: Mapping[str, Any], algorithm: Algorithm, reference: str) -> None:
+    before = state.get("reference", "")
+    read = Signal.REF_LOGPROBS in algorithm.needs and algorithm.reference_decay is None
+    if read and before and reference and before != reference:
+        raise CheckpointError(
+            f"model.reference: the checkpoint of step {step} in this output was trained against other weights than "
+            "those that are the reference now. Nothing was changed. Choose another output, or the former reference "
+            "(by default the model that training starts from)."
+        )
+
+
 def _save(config: RunConfig, parts: Parts, step: int) -> int:
     state = {
         "method": parts.algorithm.name,
         "steps": config.train.steps,
         "averaged_reference": parts.algorithm.reference_decay is not None,
+        "reference": parts.reference,
         "prompts": parts.prompts.state_dict(),
         "algorithm": parts.algorithm.state_dict(),
     }

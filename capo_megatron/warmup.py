@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ class Base:
         assert config.warmup is not None
         recipe = {
             "seed": config.seed,
-            "model": asdict(config.model),
+            "model": asdict(replace(config.model, reference=None)),  # which the base does not depend on
             "warmup": asdict(config.warmup),
             "task": config.data.task,
             "task_options": config.data.task_options,

@@ -82,6 +82,7 @@ def assemble(
     """
     check_surrogate(config)
     _warn_of_sequence_ratio(config)
+    _warn_of_unused(config)
     noise = noise or noise_mask(config)
     in_loss = config.beta if config.kl_in == "loss" else 0.0
     in_reward = NotedKl(estimator, config.kl) if config.beta > 0 and config.kl_in == "reward" else None
@@ -129,6 +130,17 @@ def check_surrogate(config: SurrogateConfig) -> None:
     else:
         advice = f"not used by reduction={config.reduction}; remove it or choose constant-length"
         require("length", config.length, config.length is None, advice)
+
+
+def _warn_of_unused(config: SurrogateConfig) -> None:
+    """Warn of options that were set and that another one, e.g. an override for an ablation, leaves without effect."""
+    for options, used, why in (
+        (("kl", "kl_in"), config.beta > 0, "beta=0"),
+        (("ref_high", "ref_low"), config.mask == "on", "mask=off"),
+    ):
+        for option in options:
+            if not used and getattr(config, option) != getattr(type(config), option):
+                warn_once(f"algorithm.{option}={getattr(config, option)}: without effect with {why}.")
 
 
 def _warn_of_sequence_ratio(config: SurrogateConfig) -> None:

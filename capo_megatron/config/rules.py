@@ -74,6 +74,10 @@ def _data(config: RunConfig) -> Iterator[str]:
         yield f"data.perturbed_column: the task {data.task} has no columns. Use data.perturbations."
     if config.reward.kind not in _REWARDS and ":" not in config.reward.kind:
         yield f"reward.kind: got {config.reward.kind!r}, expected {', '.join(_REWARDS)}, or package.module:function."
+    named = getattr(config.algorithm, "reward", "reward")  # a user's function may give any
+    given = ("reward", "correct", *(["score"] if config.reward.kind == "reasoning_gym" else []))
+    if ":" not in config.reward.kind and named not in given:
+        yield f"algorithm.reward={named}: no such reward. reward.kind={config.reward.kind} gives {', '.join(given)}."
     if config.reward.kind == "task" and data.task is None:
         yield "reward.kind=task: needs a data.task to score for, got none. Use math_verify or exact with problem files."
     if config.reward.kind == "reasoning_gym" and not (data.task or "").startswith("reasoning_gym/"):

@@ -276,6 +276,7 @@ def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             ["algorithm.reference_decay=0.9"],
             r"algorithm\.reference_decay=0\.9: .* a fixed reference: other options of c",
         ),
+        (["model.shape.initializer_range=0.1"], r"model\.reference: the checkpoint of step 1 .* against other weights"),
         (["seed=7"], r"data: cannot resume, the .* of the training problems was .*new output folder"),
     ],
 )

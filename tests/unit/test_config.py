@@ -352,6 +352,12 @@ def test_switching_the_algorithm_of_a_written_config_gives_one_that_can_be_built
             ["reward.kind=reasoning_gym"],
             "reward.kind=reasoning_gym: needs data.task=reasoning_gym/<name>, got no task",
         ),
+        (
+            1,
+            ["algorithm.kind=grpo", "algorithm.reward=nope"],
+            "algorithm.reward=nope: no such reward. reward.kind=math_verify gives reward, correct.",
+        ),
+        (3, ["rollout.engine=vllm", "rollout.vllm.tensor=2"], "rollout.vllm.tensor=2 does not divide the 3 ranks"),
         (1, ["warmup.steps=60"], "warmup: needs a data.task"),
         (6, ["parallel.tensor=4"], "parallel.tensor=4 x parallel.pipeline=1 takes a multiple of 4 ranks, got 6."),
         (1, ["parallel.virtual=2"], "parallel.virtual=2 needs parallel.pipeline > 1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import pytest
@@ -111,3 +112,14 @@ def test_algorithms_that_follow_a_schedule_say_so() -> None:
     assert scheduled == {"cde"}
     assert build(CapoConfig(tau_schedule="cosine", tau_end=0.3)).scheduled
     assert not build(CdeConfig(omega_schedule="constant")).scheduled
+
+
+def test_options_without_effect_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        build(CapoConfig(mask="off", ref_high=3.0, kl="k2"))
+    assert "algorithm.kl=k2: without effect with beta=0." in caplog.text
+    assert "algorithm.ref_high=3.0: without effect with mask=off." in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        build(CapoConfig(ref_high=3.0, kl="k1", beta=0.1))
+    assert not caplog.text

@@ -18,7 +18,7 @@ from capo_megatron.mcore.runtime import Layout
 from capo_megatron.weights import huggingface
 from capo_megatron.weights.huggingface import DirectorySource, save_hf
 from capo_megatron.weights.shape import ModelShape, hf_config, read_shape
-from capo_megatron.weights.sources import DictSource, RandomSource
+from capo_megatron.weights.sources import DictSource, RandomSource, identity
 from capo_megatron.weights.table import QWEN2, Packing, hf_shapes
 
 SHAPE = ModelShape(
@@ -305,3 +305,14 @@ def test_writing_again_replaces_the_directory(tmp_path: Path) -> None:
     source = DirectorySource(tmp_path / "model")
     assert all(torch.equal(source.read(name), tensor) for name, tensor in newer.items())
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_an_identity_tells_models_apart_and_knows_one_again_in_another_format(tmp_path: Path) -> None:
+    source = RandomSource(SHAPE, 0)
+    save_hf(tmp_path, SHAPE, ((name, source.read(name)) for name in hf_shapes(SHAPE)))
+    assert (
+        identity(SHAPE, source) == identity(SHAPE, DirectorySource(tmp_path)) != identity(SHAPE, RandomSource(SHAPE, 1))
+    )
+    tensors = {name: source.read(name) for name in hf_shapes(SHAPE)}
+    tensors["model.layers.3.self_attn.v_proj.weight"][5, 7] += 1e-4
+    assert identity(SHAPE, DictSource(tensors)) != identity(SHAPE, source)

@@ -17,7 +17,7 @@ from capo_megatron.data import ShuffledSource
 from capo_megatron.errors import CheckpointError, RolloutError, TrainingError
 from capo_megatron.runlog import log as runlog
 from capo_megatron.runlog import read_rows
-from capo_megatron.seams import Signal
+from capo_megatron.seams import Algorithm, Signal
 from capo_megatron.trainer import Parts, train
 from capo_megatron.types import Reading, RolloutBatch, Segment, Signals
 from tests.unit.seam_fakes import Events, Killed, Saved, fake_algorithm, fake_config, fake_parts
@@ -266,6 +266,21 @@ def test_a_run_is_not_resumed_with_another_kind_of_reference(
     words = rf"^{now}: the checkpoint of step 4 .* has {was} reference: other options of fake trained it\. Choose"
     with pytest.raises(CheckpointError, match=words):
         train(config, fake_parts(config, Events(), saved, fake_algorithm(reference_decay=after)))
+
+
+def test_a_run_is_not_resumed_against_other_reference_weights(tmp_path: Path) -> None:
+    config, saved = fake_config(tmp_path), Saved()
+    compares = fake_algorithm(needs=frozenset({Signal.REF_LOGPROBS}))
+
+    def resume(reference: str, algorithm: Algorithm) -> None:
+        train(config, replace(fake_parts(config, Events(), saved, algorithm), reference=reference))
+
+    resume("one", compares)
+    resume("one", compares)
+    resume("", compares)  # not known
+    resume("other", fake_algorithm())  # not read
+    with pytest.raises(CheckpointError, match=r"model\.reference: the checkpoint of step 4 .* against other weights"):
+        resume("other", compares)
 
 
 def test_a_checkpoint_that_does_not_say_what_its_reference_is_has_a_fixed_one(tmp_path: Path) -> None:
