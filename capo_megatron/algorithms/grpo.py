@@ -23,6 +23,7 @@ from capo_megatron.algorithms.counted import Truncated, broadcast, check_finite,
 from capo_megatron.algorithms.equations import Singleton, grpo_advantage
 from capo_megatron.algorithms.shaping import NamedReward, Reward, with_penalty
 from capo_megatron.algorithms.surrogate import SurrogateConfig, assemble, require
+from capo_megatron.notices import warn_once
 from capo_megatron.seams import Algorithm
 from capo_megatron.types import RolloutBatch, Signals
 
@@ -52,6 +53,12 @@ def build(config: GrpoConfig) -> Algorithm:
 def group_advantage(config: GroupConfig, reward: Reward) -> GroupAdvantage:
     """The group-relative advantage of `reward`, with the config's KL penalty in it if there is one."""
     require("eps", config.eps, config.eps >= 0, "must be 0 or larger")
+    if config.beta > 0 and config.kl_in == "reward" and config.scale_by_std:
+        warn_once(
+            "algorithm.kl_in=reward: advantages are divided by the deviation of a group's rewards, which for answers "
+            "of one verdict is that of their penalties: such groups train as much as others. scale_by_std=false or "
+            "kl_in=loss prevents it."
+        )
     reward = with_penalty(config, reward)
     return GroupAdvantage(reward, config.eps, config.scale_by_std, config.singleton, config.truncated)
 

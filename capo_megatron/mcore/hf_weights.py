@@ -15,7 +15,7 @@ from capo_megatron.weights.shape import ModelShape
 from capo_megatron.weights.sources import RandomSource, WeightSource, check_source, finite
 from capo_megatron.weights.table import EMBEDDING, Home, Place, Rule, places
 
-BUCKET_BYTES = 256 * 2**20  # gathered at one time by `stream_hf`; a larger tensor travels alone
+BUCKET_BYTES = 2**24  # that travel together: large enough for the network, small beside what a refit holds anyway
 
 
 @dataclass(frozen=True)

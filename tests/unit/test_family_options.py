@@ -122,4 +122,8 @@ def test_options_without_effect_are_warned_of(caplog: pytest.LogCaptureFixture) 
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         build(CapoConfig(ref_high=3.0, kl="k1", beta=0.1))
+        build(GrpoConfig(kl_in="reward", beta=0.1, scale_by_std=False))
     assert not caplog.text
+    with caplog.at_level(logging.WARNING):
+        build(GrpoConfig(kl_in="reward", beta=0.1))
+    assert "such groups train as much as others" in caplog.text
