@@ -28,6 +28,7 @@ def describe(batch: RolloutBatch, signals: Signals, advantages: Tensor, kept: Te
         advantage/abs_mean, advantage/zero_groups         over response tokens; share of groups that train nothing
         policy/entropy                                    of the sampling policy, per response token, in nats
         engine/gap_median, engine/gap_p99, engine/gap_max of exp |old - sampler log-prob| over response tokens
+        engine/above_2                                    share of the response tokens for which it is above 2
 
     Raises ShapeError if an old or reference log-prob of a response token is not finite.
     """
@@ -97,7 +98,12 @@ def _engine_gap(batch: RolloutBatch, signals: Signals) -> dict[str, float]:
         return {}
     gap = np.nan_to_num(gap, nan=EXP_LIMIT, posinf=EXP_LIMIT)  # a broken engine must look broken
     median, tail, largest = np.exp(np.minimum(np.quantile(gap, [0.5, 0.99, 1.0]), EXP_LIMIT))
-    return {"engine/gap_median": float(median), "engine/gap_p99": float(tail), "engine/gap_max": float(largest)}
+    return {
+        "engine/gap_median": float(median),
+        "engine/gap_p99": float(tail),
+        "engine/gap_max": float(largest),
+        "engine/above_2": float((gap > np.log(2.0)).mean()),
+    }
 
 
 def _mean(name: str, value: Tensor) -> dict[str, float]:

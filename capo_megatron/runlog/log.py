@@ -23,6 +23,7 @@ from capo_megatron.seams import Rollout, Team
 from capo_megatron.types import Signals
 
 _REMEMBERED = 20  # steps over which the time left is averaged
+_LARGEST = 700.0  # nats; exp of more is infinite
 
 
 @dataclass
@@ -90,13 +91,17 @@ class RunLog:
         on_first_rank(self._team, lambda: self._record(step, row))
 
     def samples(self, step: int, rollout: Rollout, signals: Signals, advantages: Tensor) -> None:
-        """Write the first `LogConfig.samples` responses of a step, siblings together, with what they earned."""
+        """Write the first `LogConfig.samples` responses of a step, siblings together, with what they earned.
+
+        Behind them stands the response on whose tokens engine and policy agree least, if it is not among them.
+        """
         count = min(self._config.samples, len(rollout.texts))
 
         def write() -> None:
             self._begin()
             make_folder(self._output / "samples")
-            rows = [_sample(row, rollout, signals, advantages) for row in range(count)]
+            shown = list(dict.fromkeys([*range(count), int(_engine_gap(rollout, signals).argmax())]))
+            rows = [_sample(row, rollout, signals, advantages) for row in shown]
             path = self._output / "samples" / f"step_{step:06d}.jsonl"
             write_text(path, "".join(f"{to_json(row)}\n" for row in rows))
 
@@ -198,6 +203,7 @@ def _sample(row: int, rollout: Rollout, signals: Signals, advantages: Tensor) ->
         "reward": _short(batch.rewards["reward"][row]),
         "advantage": _short(advantages[row][mask].sum() / max(tokens, 1)),
         "mean_logprob": _short(signals.old_logprobs[row][mask].sum() / max(tokens, 1)),
+        "engine_gap": _short(_engine_gap(rollout, signals)[row].exp()),
         "tokens": tokens,
         "truncated": bool(batch.truncated[row]),
         "extracted": grade.extracted,
@@ -205,6 +211,13 @@ def _sample(row: int, rollout: Rollout, signals: Signals, advantages: Tensor) ->
         "prompt": problem.prompt,
         "response": rollout.texts[row],
     }
+
+
+def _engine_gap(rollout: Rollout, signals: Signals) -> Tensor:
+    """[N] the largest distance in nats between the log-probs of policy and engine, of a response's tokens."""
+    batch = rollout.batch
+    gap = (signals.old_logprobs - batch.sampler_logprobs).abs().masked_fill(~batch.response_mask, 0.0)
+    return gap.double().nan_to_num(nan=_LARGEST).clamp_max(_LARGEST).amax(dim=1)
 
 
 def _short(value: Tensor) -> float:

@@ -54,6 +54,7 @@ def test_every_number_of_a_step_by_hand() -> None:
             "engine/gap_median": math.exp(0.8),
             "engine/gap_p99": math.exp(9.0),
             "engine/gap_max": math.exp(9.0),
+            "engine/above_2": 7 / 12,
         },
         rel=1e-5,
     )

@@ -223,6 +223,18 @@ def test_the_number_of_samples_is_limited_and_zero_turns_them_off(tmp_path, grad
     assert not (tmp_path / "samples" / "step_000002.jsonl").exists()
 
 
+def test_the_response_on_which_engine_and_policy_agree_least_is_always_shown(tmp_path, graded):
+    rollout, signals, advantages = graded
+    rollout.batch.sampler_logprobs.copy_(signals.old_logprobs)
+    row = 2
+    first = int(rollout.batch.response_mask[row].int().argmax())
+    rollout.batch.sampler_logprobs[row, first] += 2.0
+    open_log(tmp_path, samples=1).samples(1, rollout, signals, advantages)
+    shown = read_rows(tmp_path / "samples" / "step_000001.jsonl")
+    assert [(row["problem"], row["sample"]) for row in shown] == [("p0", 0), ("p1", 0)]
+    assert [row["engine_gap"] for row in shown] == pytest.approx([1.0, math.exp(2.0)], rel=1e-5)
+
+
 def test_half_characters_of_a_model_do_not_stop_the_run(tmp_path, graded):
     rollout, signals, advantages = graded
     rollout.texts[0] = "broken \ud83d"
