@@ -99,9 +99,10 @@ def test_the_pins_of_the_gpu_image_are_what_the_package_accepts() -> None:
     assert all(str(pin.specifier).startswith("==") for pin in pins)
     versions = {pin.name: str(pin.specifier).removeprefix("==") for pin in pins}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = [item for item in map(Requirement, project["dependencies"]) if item.name in versions]
+    texts = [*project["dependencies"], *project["optional-dependencies"]["vllm"]]
+    declared = [item for item in map(Requirement, texts) if item.name in versions]
     judged = [item for item in declared if not item.marker or item.marker.evaluate({"python_version": "3.12"})]
-    assert {"torch", "megatron-core", "transformers", "math-verify"} <= {item.name for item in judged}
+    assert {"torch", "megatron-core", "transformers", "math-verify", "vllm"} <= {item.name for item in judged}
     for item in judged:
         assert item.specifier.contains(versions[item.name]), item
 
