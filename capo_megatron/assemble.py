@@ -29,7 +29,7 @@ from capo_megatron.data import (
 )
 from capo_megatron.errors import ConfigError, DataError
 from capo_megatron.evaluation.run import evaluate, summarise, write_records
-from capo_megatron.mcore import runtime
+from capo_megatron.mcore import fp8, runtime
 from capo_megatron.mcore.checkpoint import DistCheckpointStore
 from capo_megatron.mcore.memory import estimate
 from capo_megatron.mcore.model import DTYPES
@@ -131,6 +131,7 @@ def describe(config: RunConfig, world: int) -> list[str]:
 def accept(config: RunConfig, world: int) -> Accepted:
     """What a training run needs before there are ranks. Raises for every mistake that can be found without them."""
     config.check(world)
+    fp8.check_installed(config.precision)
     model = Model.accept(config)
     algorithm = build_algorithm(config.algorithm)
     if algorithm.top_k > model.shape.vocab_size:
