@@ -21,9 +21,10 @@ quickstart: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" tests
 
-# The parallel tests on Python 3.12 with the Megatron-core release that GPU images carry.
+# What meets Megatron-core's classes, on Python 3.12 with the release that GPU images carry.
 test-latest: $(LATEST)/.installed
 	$(LATEST)/bin/python -m pytest -m "parallel and not gpu" tests/parallel
+	$(LATEST)/bin/python -m pytest tests/unit/test_precision.py
 
 # The adapters against the real TRL, and the real source of verl.
 test-trl: $(TRL)/.installed

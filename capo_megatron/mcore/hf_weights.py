@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from capo_megatron.mcore import fp8
 from capo_megatron.mcore.runtime import Layout
 from capo_megatron.weights.shape import ModelShape
 from capo_megatron.weights.sources import RandomSource, WeightSource, check_source, finite
@@ -64,16 +65,32 @@ def load_hf(chunks: Sequence[GPTModel], shape: ModelShape, layout: Layout, sourc
     a model: nothing is changed then. Also if one holds NaN or infinity, which only reading it can tell.
     """
     check_source(shape, source)
+    filled = set()
+    for slot in _local(shape, layout):
+        parameter = _parameter(chunks, slot)
+        fp8.assign(parameter, _read(slot, shape, layout, source))
+        filled.add(parameter)
+    assert filled == {parameter for chunk in chunks for parameter in chunk.parameters()}, "a parameter has no rule"
+
+
+def read_local(
+    chunks: Sequence[GPTModel], shape: ModelShape, layout: Layout, source: WeightSource
+) -> list[dict[str, Tensor]]:
+    """What `load_hf` puts into each chunk, by the parameters' names, in host memory and as the source has it."""
+    names = {parameter: name for chunk in chunks for name, parameter in chunk.named_parameters()}
+    found: list[dict[str, Tensor]] = [{} for _ in chunks]
+    for slot in _local(shape, layout):
+        found[slot.chunk][names[_parameter(chunks, slot)]] = _read(slot, shape, layout, source)
+    return found
+
+
+def _local(shape: ModelShape, layout: Layout) -> list[Slot]:
+    """The parameters of this rank; the last stage of a tied model has its own copy of the embedding."""
     mine = [slot for slot in slots(shape, layout) if slot.pp_rank == layout.pp_rank]
     if shape.tie_word_embeddings and layout.is_last_stage and layout.pipeline > 1:
         copy = Rule(Home.END, ("output_layer.weight",), (EMBEDDING,), cut=0, vocabulary=True)
         mine.append(Slot(Place(copy), layout.pp_rank, layout.virtual - 1))
-    filled = set()
-    for slot in mine:
-        parameter = _parameter(chunks, slot)
-        parameter.data.copy_(_read(slot, shape, layout, source))
-        filled.add(parameter)
-    assert filled == {parameter for chunk in chunks for parameter in chunk.parameters()}, "a parameter has no rule"
+    return mine
 
 
 def _parameter(chunks: Sequence[GPTModel], slot: Slot) -> torch.nn.Parameter:
@@ -154,7 +171,7 @@ def _gather_bucket(
     local_size = sum(torch.Size(slot.rule.local_shape(shape, layout.tensor)).numel() for slot in bucket)
     gathered = torch.empty(layout.tensor * local_size, dtype=like.dtype, device=like.device)
     if owner == layout.pp_rank:
-        flat = torch.cat([_parameter(chunks, slot).detach().flatten() for slot in bucket])
+        flat = torch.cat([fp8.plain(_parameter(chunks, slot).detach()).flatten() for slot in bucket])
         if layout.tensor == 1:
             gathered = flat
         else:

@@ -41,7 +41,6 @@ def estimate(
     ranks = [replace(layout, rank=layout.rank_at(0, 0, stage)) for stage in range(layout.pipeline)]
     fullest = max(ranks, key=lambda place: parameters(shape, place))
     count, whole = parameters(shape, fullest), parameters(shape, Layout(1, 1, 1, False, 1, 0))
-    responses = min(rollout.batch_size, -(-rollout.prompts * rollout.samples // layout.world))
     model = {
         "weights": count * dtype.itemsize,
         "gradients (float32)": count * 4,
@@ -53,13 +52,7 @@ def estimate(
         "activations of a micro-batch": _activations(shape, layout, dtype, train),
         "logits in flight": train.logprob_chunk_tokens * shape.padded_vocab(layout.tensor) // layout.tensor * 4,
     }
-    sampling = {
-        "engine: its own whole copy of the weights": whole * dtype.itemsize,
-        f"engine: keys and values of {responses:,} responses of {longest:,} tokens": responses
-        * longest
-        * _cached(shape)
-        * dtype.itemsize,
-    }
+    sampling = _sampling(shape, dtype, rollout, whole, layout, longest)
     return [
         f"parameters    {_number(whole)} in all, {_number(count)} on the fullest of {layout.world:,} ranks",
         *(f"memory        {_size(size):>10}  {name}" for name, size in (model | training | sampling).items()),
@@ -67,6 +60,22 @@ def estimate(
         f"              {_size(sum((model | sampling).values())):>10}  while it samples",
         f"host memory   {_size(2 * count * dtype.itemsize):>10}  for the reference, and the policy's weights meanwhile",
     ]
+
+
+def _sampling(
+    shape: ModelShape, dtype: torch.dtype, rollout: RolloutConfig, whole: int, layout: Layout, longest: int
+) -> dict[str, int]:
+    """What the engine takes on a rank, by what it is for."""
+    cut = rollout.vllm.tensor if rollout.engine == "vllm" else 1
+    most = rollout.vllm.batch_size if rollout.engine == "vllm" else rollout.batch_size
+    responses = min(most, -(-rollout.prompts * rollout.samples * cut // layout.world))
+    kept = responses * longest * _cached(shape) * dtype.itemsize // min(cut, shape.num_key_value_heads)
+    of_weights = f"1/{cut} of the weights" if cut > 1 else "its own whole copy of the weights"
+    # vLLM takes as much cache as its share of the GPU leaves: these are what it needs to decode all of them together.
+    return {
+        f"engine: {of_weights}": whole * dtype.itemsize // cut,
+        f"engine: keys and values of {responses:,} responses of {longest:,} tokens": kept,
+    }
 
 
 def _number(count: int) -> str:

@@ -18,9 +18,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 
-from capo_megatron.config import ParallelConfig
+from capo_megatron.config import ParallelConfig, PrecisionConfig
 from capo_megatron.errors import ConfigError
-from capo_megatron.mcore import cpu, versions
+from capo_megatron.mcore import cpu, fp8, versions
 from capo_megatron.mcore.layers import CausalAttention, DeferredHead, RMSNorm, SwiGLU
 from capo_megatron.mcore.runtime import Layout
 from capo_megatron.weights.shape import ModelShape
@@ -28,8 +28,11 @@ from capo_megatron.weights.shape import ModelShape
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def check_layout(shape: ModelShape, parallel: ParallelConfig) -> None:
-    """Raise ConfigError if `shape` cannot be cut so, naming what can."""
+_PLAIN = PrecisionConfig()
+
+
+def check_layout(shape: ModelShape, parallel: ParallelConfig, precision: PrecisionConfig = _PLAIN) -> None:
+    """Raise ConfigError if `shape` cannot be cut so, naming what can, or if FP8 cannot multiply what is cut."""
     cut = {
         "key-value heads": shape.num_key_value_heads,
         "attention heads": shape.num_attention_heads,
@@ -50,6 +53,7 @@ def check_layout(shape: ModelShape, parallel: ParallelConfig) -> None:
             f"{factors} does not divide the {shape.num_hidden_layers} layers of {shape.name}. "
             f"Use {_divisors(shape.num_hidden_layers)}."
         )
+    fp8.check_shape(shape, parallel, precision)
 
 
 def _divisors(number: int) -> str:
@@ -62,13 +66,14 @@ def build_model(
     layout: Layout,
     dtype: torch.dtype,
     recompute: Literal["none", "selective", "full"] = "none",
+    precision: PrecisionConfig = _PLAIN,
 ) -> list[GPTModel]:
     """This rank's chunks of the model, one per virtual stage: parameters of `dtype`, values undefined.
 
     The chunk that ends the model returns hidden states [b, S, H] instead of logits, see `DeferredHead`. Parameters have
     their final dtype, so no `Float16Module` is needed around a chunk.
     """
-    config = transformer_config(shape, layout, dtype, recompute)
+    config = transformer_config(shape, layout, dtype, recompute, precision)
     return [_build_chunk(shape, layout, config, stage) for stage in range(layout.virtual)]
 
 
@@ -76,7 +81,7 @@ def _build_chunk(shape: ModelShape, layout: Layout, config: TransformerConfig, s
     last = layout.is_last_stage and stage == layout.virtual - 1
     chunk = GPTModel(
         config=config,
-        transformer_layer_spec=_block_spec(shape, layout),
+        transformer_layer_spec=_block_spec(shape, layout, config),
         vocab_size=shape.padded_vocab(layout.tensor),
         max_sequence_length=shape.max_position_embeddings,
         pre_process=layout.is_first_stage and stage == 0,
@@ -112,7 +117,7 @@ def _mark_shards(chunk: GPTModel) -> None:
                     parameter.partition_stride = 1
 
 
-def _block_spec(shape: ModelShape, layout: Layout) -> TransformerBlockSubmodules:
+def _block_spec(shape: ModelShape, layout: Layout, config: TransformerConfig) -> TransformerBlockSubmodules:
     """The layers of one chunk: TransformerEngine's on a GPU where it is installed, else local ones."""
     if HAVE_TE and not cpu.installed():
         from megatron.core.extensions.transformer_engine import TENorm
@@ -126,16 +131,19 @@ def _block_spec(shape: ModelShape, layout: Layout) -> TransformerBlockSubmodules
         attention.core_attention = CausalAttention
         if shape.family.qk_norm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
-    versions.mlp_submodules(layer.submodules).activation_func = SwiGLU
+    if config.use_te_activation_func:
+        versions.mlp_submodules(layer.submodules).activation_func = SwiGLU
     count = len(layout.layers(0, shape.num_hidden_layers))
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
 
 
-def transformer_config(shape: ModelShape, layout: Layout, dtype: torch.dtype, recompute: str) -> TransformerConfig:
+def transformer_config(
+    shape: ModelShape, layout: Layout, dtype: torch.dtype, recompute: str, precision: PrecisionConfig = _PLAIN
+) -> TransformerConfig:
     """Megatron's configuration of `shape` on `layout`.
 
-    Fusions that round differently from Hugging Face and vLLM are off: they make the trainer's log-probs differ from
-    those of the engine that samples.
+    Fusions that round differently from Hugging Face and vLLM are off unless `precision` asks for them: they make the
+    trainer's log-probs differ from those of the engine that samples.
     """
     return TransformerConfig(
         num_layers=shape.num_hidden_layers,
@@ -148,7 +156,7 @@ def transformer_config(shape: ModelShape, layout: Layout, dtype: torch.dtype, re
         layernorm_epsilon=shape.rms_norm_eps,
         activation_func=F.silu,
         gated_linear_unit=True,
-        use_te_activation_func=True,  # Megatron's hook for an activation module; ours is `SwiGLU`
+        use_te_activation_func="swiglu" not in precision.fusions,  # the hook for an activation module, our `SwiGLU`
         add_bias_linear=False,
         add_qkv_bias=shape.family.qkv_bias,
         qk_layernorm=shape.family.qk_norm,
@@ -156,9 +164,6 @@ def transformer_config(shape: ModelShape, layout: Layout, dtype: torch.dtype, re
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
         apply_query_key_layer_scaling=False,
-        apply_rope_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
@@ -169,6 +174,7 @@ def transformer_config(shape: ModelShape, layout: Layout, dtype: torch.dtype, re
         use_cpu_initialization=cpu.installed(),
         **_parallel_settings(layout),
         **_recompute_settings(recompute),
+        **fp8.transformer_settings(precision),
     )
 
 

@@ -14,7 +14,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from capo_megatron.config import TrainConfig
+from capo_megatron.config import PrecisionConfig, TrainConfig
+from capo_megatron.mcore import fp8
 
 # The distributed optimizer's default format is tied to its data-parallel sharding; this one is not.
 CHECKPOINT_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -23,9 +24,17 @@ CHECKPOINT_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chai
 class Optimizer:
     """AdamW with Megatron's sharding, a learning-rate schedule, and a step that refuses non-finite gradients."""
 
-    def __init__(self, chunks: list[torch.nn.Module], config: TrainConfig, total_steps: int, distributed: bool) -> None:
+    def __init__(
+        self,
+        chunks: list[torch.nn.Module],
+        config: TrainConfig,
+        total_steps: int,
+        distributed: bool,
+        precision: PrecisionConfig,
+    ) -> None:
         """`chunks` are DDP-wrapped; `total_steps` optimizer steps are expected in all (the schedule's length)."""
         dtype = next(chunks[0].parameters()).dtype
+        self._chunks: list[Any] = list(chunks)
         self._clip = config.clip_grad
         self.megatron: MegatronOptimizer = get_megatron_optimizer(
             OptimizerConfig(
@@ -40,6 +49,7 @@ class Optimizer:
                 bf16=dtype == torch.bfloat16,
                 params_dtype=dtype,
                 use_distributed_optimizer=distributed,
+                **fp8.optimizer_settings(precision),
             ),
             chunks,
         )
@@ -68,9 +78,22 @@ class Optimizer:
         self.schedule.step(increment=1)
         return norm, True
 
-    def reload(self) -> None:
-        """Take the model's weights as the new main weights, after they were changed from outside."""
-        self.megatron.reload_model_params()
+    def reload(self, exact: dict[str, dict[str, torch.Tensor]] | None = None) -> None:
+        """Take the model's weights as the new main weights, after they were changed from outside.
+
+        `exact` holds them by chunk ("model", or "model0", ...) and name where those of the model have been rounded.
+        """
+        self.megatron.reload_model_params(exact)
+
+    def restore_weights(self) -> None:
+        """Make the model's weights from the main weights, bit for bit as the last step did. Collective."""
+        for part in self._parts():
+            if part.config.reuse_grad_buf_for_mxfp8_param_ag:
+                part._copy_main_params_to_param_buffer()
+            else:
+                part._copy_main_params_to_model_params()
+        for chunk in self._chunks:
+            chunk.start_param_sync()
 
     def _parts(self) -> list[MegatronOptimizer]:
         chained = isinstance(self.megatron, ChainedOptimizer)

@@ -23,8 +23,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from capo_megatron.config import TrainConfig
-from capo_megatron.mcore import hf_weights, microbatches
+from capo_megatron.config import PrecisionConfig, TrainConfig
+from capo_megatron.mcore import fp8, hf_weights, microbatches
 from capo_megatron.mcore.logprobs import target_outputs
 from capo_megatron.mcore.model import build_model, head_weight
 from capo_megatron.mcore.optimizer import CHECKPOINT_METADATA, Optimizer
@@ -50,6 +50,7 @@ class MegatronPolicy:
         temperature: float = 1.0,
         distributed_optimizer: bool = True,
         averaged_reference: bool = False,
+        precision: PrecisionConfig | None = None,
     ) -> None:
         """Build the model with unset weights; `load` comes next.
 
@@ -62,13 +63,19 @@ class MegatronPolicy:
             temperature: sampling temperature, by which logits are divided everywhere.
             distributed_optimizer: shard optimizer state over data-parallel ranks.
             averaged_reference: the reference is a moving average (`update_reference`) and part of checkpoints.
+            precision: FP8 and fused kernels, default: neither. Whoever asks for FP8 has `fp8.check_installed` and
+                `check_layout` pass first: where there is no TransformerEngine, Megatron-core ignores it.
         """
+        precision = precision or PrecisionConfig()
         self.version = 0
         self._shape, self._runtime, self._config, self._temperature = shape, runtime, config, temperature
         self._layout = runtime.layout
-        chunks = build_model(shape, runtime.layout, dtype, config.recompute)
+        chunks = build_model(shape, runtime.layout, dtype, config.recompute, precision)
         settings = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer, overlap_grad_reduce=False
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=distributed_optimizer,
+            overlap_grad_reduce=False,
+            **fp8.ddp_settings(precision),
         )
         self._chunks = [
             DistributedDataParallel(chunk.config, settings, chunk, disable_bucketing=index > 0)
@@ -78,15 +85,22 @@ class MegatronPolicy:
             chunk.broadcast_params()
         chunks[0].config.finalize_model_grads_func = finalize_model_grads
         self._models = chunks
-        self._optimizer = Optimizer(self._chunks, config, total_steps, distributed_optimizer)
-        self._reference = Reference(chunks, averaged_reference)
+        self._optimizer = Optimizer(self._chunks, config, total_steps, distributed_optimizer, precision)
+        self._rounded = precision.param_gather  # the model's weights are rounded to FP8, the optimizer's are not
+        restore = self._optimizer.restore_weights if self._rounded else None
+        self._reference = Reference(chunks, averaged_reference, restore)
+        self._scales, self._alignment = fp8.Scales(chunks, precision), fp8.alignment(precision)
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
     def load(self, source: hf_weights.WeightSource) -> None:
         """Take weights from a Hugging Face directory or any other source of named tensors."""
         hf_weights.load_hf(self._models, self._shape, self._layout, source)
-        self._optimizer.reload()
+        exact = None
+        if self._rounded:
+            found = hf_weights.read_local(self._models, self._shape, self._layout, source)
+            exact = dict(zip(self._chunk_names(), found, strict=True))
+        self._optimizer.reload(exact)
 
     def freeze_reference(self) -> None:
         """Keep a copy of the present weights, on CPU, as the reference."""
@@ -114,7 +128,11 @@ class MegatronPolicy:
         which: Weights = "policy",
         top_k: int = 0,
     ) -> PolicyOutputs:
-        """Log-probs [N, T] of the response tokens (and entropy, top-k where needed), on CPU, the same on every rank."""
+        """Log-probs [N, T] of the response tokens (and entropy, top-k where needed), on CPU, the same on every rank.
+
+        In FP8, if that is what the policy trains in; FP8's scales are afterwards what they were (see `fp8`).
+        """
+        self._set_scales(batch)
         entropy, top_k = Signal.ENTROPY in needs, top_k if Signal.TOPK in needs else 0
         total = _empty_outputs(tuple(batch.response_mask.shape), entropy, top_k, self._runtime.device)
 
@@ -123,7 +141,7 @@ class MegatronPolicy:
                 _write(total, mb.rows, outputs)
             return outputs.logprobs.sum(), {}
 
-        with self._weights(which), torch.no_grad():
+        with self._weights(which), self._scales.kept(), torch.no_grad():
             self._pipeline(batch, collect, entropy, top_k, forward_only=True)
         if self._runtime.size > 1:
             for tensor in _tensors(total):  # each row was written by exactly one rank, the others hold zeros
@@ -136,6 +154,7 @@ class MegatronPolicy:
         self, batch: TrainBatch, loss: PolicyLoss, needs: frozenset[Signal] = frozenset(), top_k: int = 0
     ) -> StepReport:
         """One optimizer step on `sum(weights * loss)`. A non-finite loss or gradient leaves everything as it was."""
+        self._set_scales(batch.rollouts)
         tally = Tally()
 
         def weigh(outputs: PolicyOutputs, mb: _MicroBatch) -> tuple[Tensor, dict[str, Any]]:
@@ -167,6 +186,18 @@ class MegatronPolicy:
         """The first of this rank's weights whose gradient is not finite; a pipeline stage counts its layers from 0."""
         named = (pair for model in self._models for pair in model.named_parameters())
         return next((name for name, weight in named if not bool(torch.isfinite(weight.main_grad).all())), None)
+
+    def _set_scales(self, batch: RolloutBatch) -> None:
+        """Give delayed scaling its first scales, from a few rows, before a log-prob is computed with it. Collective.
+
+        It takes a scale from earlier passes, and from none takes 1, at which most weights round to nothing. Scales move
+        when a pass with gradients ends, so this one has them, and discards them; those of gradients stay at 1 until
+        the first backward pass has ended, so that the first micro-batch of a run counts for little.
+        """
+        if self._scales.unset:
+            rows = tuple(range(min(len(batch), 8 * self._layout.data)))
+            with torch.enable_grad():
+                self._pipeline(batch.slice(rows), lambda outputs, _: (outputs.logprobs.sum(), {}), False, 0, True)
 
     # --- the pipeline ----------------------------------------------------------------------------------------------
 
@@ -206,9 +237,8 @@ class MegatronPolicy:
         plan = microbatches.plan(lengths, self._config.micro_batch_tokens, layout.data, multiple)[layout.dp_rank]
         height = max(map(len, plan)) if interleaved else 1
         scale = float(len(plan) * layout.data)
-        build = partial(
-            _micro_batch, batch, lengths, layout.tensor if layout.sequence else 1, scale, self._runtime.device
-        )
+        sides = (layout.tensor if layout.sequence else 1, self._alignment)
+        build = partial(_micro_batch, batch, lengths, sides, scale, self._runtime.device)
         return [build(rows, max(height, len(rows))) for rows in plan]
 
     def _outputs(self, hidden: Tensor, mb: _MicroBatch, entropy: bool, top_k: int) -> PolicyOutputs:
@@ -273,6 +303,8 @@ class MegatronPolicy:
             model.load_state_dict(state[name])
         self._reference.load_state_dict(state, self._chunk_names())
         self._optimizer.load_state_dict(state)
+        if self._rounded:
+            self._optimizer.restore_weights()
         self.version = state["version"]
 
     def _chunk_names(self) -> list[str]:
@@ -285,7 +317,7 @@ class _MicroBatch:
 
     rows: tuple[int, ...]
     batch: RolloutBatch | TrainBatch  # rows and fillers, trimmed to the longest
-    tokens: Tensor  # [n, T'] without the last, which predicts nothing; T' is T rounded up for sequence parallelism
+    tokens: Tensor  # [n, T'] without the last, which predicts nothing; T' is T rounded up, see `fp8.padded`
     positions: Tensor  # [n, T']
     loss_scale: float
 
@@ -300,19 +332,20 @@ _Finish = Callable[[PolicyOutputs, _MicroBatch], tuple[Tensor, dict[str, Any]]]
 def _micro_batch(
     batch: RolloutBatch | TrainBatch,
     lengths: Sequence[int],
-    multiple: int,
+    sides: tuple[int, int],
     scale: float,
     device: torch.device,
     rows: tuple[int, ...],
     height: int,
 ) -> _MicroBatch:
+    longest = max(1, *(lengths[row] - 1 for row in rows or (0,)))
+    height, width = fp8.padded(height, longest, *sides)
     chosen = rows + (rows or (0,))[:1] * (height - len(rows))
-    targets = max(1, *(lengths[row] - 1 for row in chosen))
-    part = batch.slice(chosen).trim(targets).to(device)
+    part = batch.slice(chosen).trim(longest).to(device)
     if len(rows) < height:
         part = _silence(part, len(rows))
     rollouts = part.rollouts if isinstance(part, TrainBatch) else part
-    tokens = torch.nn.functional.pad(rollouts.tokens[:, :-1], (0, -targets % multiple))
+    tokens = torch.nn.functional.pad(rollouts.tokens[:, :-1], (0, width - longest))
     positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
     return _MicroBatch(rows, part, tokens, positions, scale)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from torch import Tensor
+
+from capo_megatron.mcore import fp8
 
 _PREFIX = "reference."
 
@@ -21,9 +23,13 @@ class Reference:
     checkpoints; without, whoever resumes freezes the same weights again.
     """
 
-    def __init__(self, models: Sequence[torch.nn.Module], averaged: bool) -> None:
+    def __init__(
+        self, models: Sequence[torch.nn.Module], averaged: bool, restore: Callable[[], None] | None = None
+    ) -> None:
+        """`restore` gives the model its own weights back where a copy of them could not: FP8 weights have scales."""
         self.averaged = averaged
         self._models = models
+        self._restore = restore
         self._values: list[Tensor] = []
 
     def freeze(self) -> None:
@@ -43,12 +49,12 @@ class Reference:
         """The model with the reference weights. Its own come back bit for bit."""
         if not self._values:
             raise RuntimeError("freeze_reference() has not been called")
-        own = [_host_copy(parameter) for parameter in self._parameters()]
+        own = [] if self._restore else [_host_copy(parameter) for parameter in self._parameters()]
         self._fill(self._values)
         try:
             yield
         finally:
-            self._fill(own)
+            self._restore() if self._restore else self._fill(own)
 
     def sharded_state_dict(self, state: Mapping[str, Any], models: Sequence[str]) -> dict[str, Any]:
         """The average as a model's sharded state, given that of the model; {} for a frozen reference."""
@@ -70,10 +76,9 @@ class Reference:
         for model in self._models:
             yield from model.parameters()
 
-    @torch.no_grad()
     def _fill(self, values: Sequence[Tensor]) -> None:
         for parameter, value in zip(self._parameters(), values, strict=True):
-            parameter.copy_(value)
+            fp8.assign(parameter, value)
 
 
 def _sharded(model: Mapping[str, Any], values: Mapping[int, Tensor]) -> dict[str, Any]:
@@ -90,4 +95,4 @@ def _sharded(model: Mapping[str, Any], values: Mapping[int, Tensor]) -> dict[str
 @torch.no_grad()
 def _host_copy(parameter: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """A copy in host memory, whatever device the parameter is on."""
-    return parameter.detach().to("cpu", dtype, copy=True)
+    return fp8.plain(parameter.detach()).to("cpu", dtype, copy=True)

@@ -8,8 +8,11 @@ from __future__ import annotations
 import functools
 import queue
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+from packaging.version import Version
 
 from capo_megatron.errors import ConfigError
 
@@ -29,6 +32,69 @@ def check() -> str:
     if found not in SUPPORTED:
         raise ConfigError(f"megatron-core: version {found} is not supported. Install {allowed}.")
     return found
+
+
+# --- FP8 ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """What decides which FP8 recipes there are."""
+
+    te: str | None  # release of TransformerEngine, None where it is not installed or does not import
+    capability: tuple[int, int] | None  # of the weakest GPU, None without one
+    cuda: tuple[int, int] | None  # that torch was built for
+
+
+# First release of TransformerEngine with the recipe that Megatron-core builds for the name.
+_RECIPE_SINCE = {"delayed": "2.1", "tensorwise": "2.2", "blockwise": "2.3", "mxfp8": "2.1"}
+
+
+def accelerator() -> Accelerator:
+    """What this process finds here. Imports TransformerEngine, through Megatron-core."""
+    import torch
+    from megatron.core.fp8_utils import HAVE_TE
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    capability = min((torch.cuda.get_device_capability(index) for index in range(count)), default=None)
+    return Accelerator(version("transformer-engine") if HAVE_TE else None, capability, _pair(torch.version.cuda))
+
+
+def _pair(release: str | None) -> tuple[int, int] | None:
+    return None if release is None else Version(release).release[:2]  # type: ignore[return-value]
+
+
+def fp8_obstacles(found: Accelerator) -> dict[str, str | None]:
+    """Why each recipe cannot run, in words without a full stop; None if it can.
+
+    The limits on devices and CUDA are TransformerEngine's own.
+    """
+    return {recipe: _obstacle(recipe, found) for recipe in _RECIPE_SINCE}
+
+
+def _obstacle(recipe: str, found: Accelerator) -> str | None:
+    since = Version(_RECIPE_SINCE[recipe])
+    if found.te is None:
+        return "needs TransformerEngine, which is not installed or cannot be imported"
+    if Version(found.te) < since:
+        return f"needs TransformerEngine {since} or later, found {found.te}"
+    if found.capability is None:
+        return "needs a GPU, and none is visible"
+    device = f"found {found.capability[0]}.{found.capability[1]}"
+    if recipe == "mxfp8":
+        blackwell = (10, 0) <= found.capability < (12, 0)
+        return None if blackwell else f"needs a GPU of compute capability 10.x (Blackwell), {device}"
+    if recipe == "blockwise":
+        if found.capability < (9, 0):
+            return f"needs a GPU of compute capability 9.0 (Hopper) or later, {device}"
+        if found.cuda is None or found.cuda < (12, 9):
+            build = "no CUDA" if found.cuda is None else f"CUDA {found.cuda[0]}.{found.cuda[1]}"
+            return f"needs a torch built for CUDA 12.9 or later, found {build}"
+        return None
+    return None if found.capability >= (8, 9) else f"needs a GPU of compute capability 8.9 or later, {device}"
+
+
+# --- differences ------------------------------------------------------------------------------------------------------
 
 
 def mlp_submodules(layer_submodules: Any) -> Any:

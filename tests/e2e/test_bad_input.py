@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,14 @@ def test_options_that_cannot_be(place: Path, capfd: pytest.CaptureFixture[str], 
     line = refused(capfd, "train", "run.yaml", option)
     assert re.search(message, line), line
     assert not (place / "run").exists() and not (place / "base").exists()
+
+
+@pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="TransformerEngine is installed")
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_fp8_without_transformer_engine(place: Path, capfd: pytest.CaptureFixture[str], command: str) -> None:
+    line = refused(capfd, command, "run.yaml", "precision.fp8=tensorwise", "model.dtype=bfloat16")
+    assert "precision.fp8=tensorwise: needs TransformerEngine, which is not installed" in line
+    assert not (place / "run").exists()
 
 
 @pytest.mark.parametrize(

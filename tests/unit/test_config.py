@@ -95,7 +95,7 @@ def test_values_in_task_options_keep_their_types(loaded):
     [
         ("parallel.tensr=2", "parallel.tensr: no such option. Did you mean parallel.tensor? (command line)"),
         ("lr=2", "lr: no such option. Did you mean train.lr or warmup.lr? (command line)"),
-        ("qqqq.zzzz=1", "qqqq: no such option. Known: output, model, seed, parallel, data, rollout,"),
+        ("qqqq.zzzz=1", "qqqq: no such option. Known: output, model, seed, parallel, precision, data, rollout,"),
         (
             "eval.zzzz=1",
             "eval.zzzz: no such option. Known: eval.every, eval.samples, eval.temperature, eval.at_",

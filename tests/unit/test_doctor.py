@@ -136,6 +136,28 @@ def test_the_report_shows_machine_packages_and_findings():
         assert part in shown
 
 
+@pytest.mark.parametrize(
+    ("environment", "recipes"),
+    [
+        (LAPTOP, "none (needs TransformerEngine, which is not installed or cannot be imported)"),
+        (
+            replace(
+                with_packages(H100, transformer_engine="2.20.2"),
+                te_has_torch_part=True,
+                capability=(9, 0),
+                torch_build="cu128",
+            ),
+            "delayed, tensorwise (blockwise needs a torch built for CUDA 12.9 or later, found CUDA 12.8; "
+            "mxfp8 needs a GPU of compute capability 10.x (Blackwell), found 9.0)",
+        ),
+    ],
+)
+def test_the_report_names_the_fp8_recipes_and_why_others_are_missing(environment, recipes):
+    screen = io.StringIO()
+    Report(environment, ()).print(Console(file=screen, width=300))
+    assert f"FP8 recipes    {recipes}" in screen.getvalue()
+
+
 def test_this_machine_can_be_examined():
     report = examine()
     environment = report.environment
