@@ -13,11 +13,6 @@ from functools import cache
 import pytest
 import torch
 
-pytestmark = pytest.mark.gpu
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA device", allow_module_level=True)
-pytest.importorskip("vllm")
-
 from capo_megatron.config import ParallelConfig, VllmConfig
 from capo_megatron.mcore import runtime
 from capo_megatron.rollout.proof import Probe
@@ -28,11 +23,13 @@ from capo_megatron.weights.shape import ModelShape
 from tests.unit.tiny_qwen2 import ModelPolicy, NumberTokenizer, Prompts, weights_of
 from tests.vllm.engines import VOCABULARY, long_problems, wide_model
 
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @cache
 def engine() -> tuple[VllmEngine, runtime.Runtime]:
+    pytest.importorskip("vllm")
     team = runtime.start(ParallelConfig(), seed=0)
     shape = ModelShape(VOCABULARY, 128, 3, 2, 2, 48, 256, tie_word_embeddings=False)
     options = VllmConfig(tensor=RANKS, memory_fraction=0.1, bucket_mib=1, batch_size=64)
