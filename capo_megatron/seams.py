@@ -99,6 +99,7 @@ class Algorithm:
     read: ResponseReader | None = None  # its values become named rewards, its segments `RolloutBatch.segment`
     reference_decay: float | None = None  # after each step: reference = decay * reference + (1 - decay) * policy
     scheduled: bool = False  # what it does depends on `RolloutBatch.progress`
+    corrects_sampler: bool = False  # its loss makes up for responses that older weights or another engine sampled
     stateful: Mapping[str, Stateful] = field(default_factory=dict)  # parts with memory, by name
     report: Callable[[], dict[str, float]] = dict  # numbers of its own worth logging after a step
 
