@@ -131,6 +131,9 @@ class PromptSource(Stateful, Protocol):
     def repeat(self, problems: Sequence[Problem]) -> None:
         """Give these (in this order, repeats allowed) before anything new. Part of the state."""
 
+    def find(self, ids: Sequence[str]) -> list[Problem]:
+        """The problems of these ids, in this order."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -205,11 +208,19 @@ class Policy(Protocol):
 
 
 class CheckpointStore(Protocol):
-    def save(self, step: int, policy: Policy, state: Mapping[str, Any]) -> Path:
-        """Write model, optimizer and `state` (JSON values) aside, then rename; keep the last few. Collective."""
+    def save(
+        self, step: int, policy: Policy, state: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
+    ) -> Path:
+        """Write model, optimizer, `state` (JSON values) and `tensors` aside, then rename; keep the last few.
+
+        Collective.
+        """
 
     def load(self, policy: Policy, step: int | None = None) -> tuple[int, dict[str, Any]] | None:
         """Restore the latest (or a given) checkpoint into `policy`, saved on any layout; None if there is none."""
+
+    def tensors(self, step: int) -> dict[str, Tensor]:
+        """The `tensors` that a checkpoint was saved with, on every rank; empty without."""
 
 
 # --- ranks and logs ---------------------------------------------------------------------------------------------------
