@@ -97,6 +97,7 @@ def train_on(team: Runtime, config: RunConfig, accepted: Accepted, reward: Rewar
             sampling=model.sampling,
             pad_id=model.pad_id,
             reference=model.reference_identity(weights),
+            beside=team.beside() if config.rollout.async_steps else team,
         )
         reached = train(config, parts)
     if reached < config.train.steps:
@@ -139,6 +140,12 @@ def accept(config: RunConfig, world: int) -> Accepted:
     if algorithm.top_k > model.shape.vocab_size:
         raise ConfigError(
             f"algorithm.top_k={algorithm.top_k}: the model has {model.shape.vocab_size} tokens. Lower it."
+        )
+    if config.rollout.async_steps and algorithm.reselect is not None:
+        raise ConfigError(
+            f"rollout.async_steps=1: {algorithm.name} chooses the next step's problems by the answers to this step's, "
+            "which are known too late for that. Use rollout.async_steps=0, or options with which it chooses none "
+            "(algorithm.refocus=false of codapo)."
         )
     data = load_data(config.data, model.tokenizer, config.seed, algorithm.instruction)
     _check_wordings(algorithm, data, config.data, model.tokenizer)

@@ -27,7 +27,8 @@ def describe(batch: RolloutBatch, signals: Signals, advantages: Tensor, kept: Te
         mask/dropped_correct, mask/dropped_wrong          mean share of an answered row's tokens that the masks remove
         advantage/abs_mean, advantage/zero_groups         over response tokens; share of groups that train nothing
         policy/entropy                                    of the sampling policy, per response token, in nats
-        engine/gap_median, engine/gap_p99, engine/gap_max of exp |old - sampler log-prob| over response tokens
+        engine/gap_median, engine/gap_p99, engine/gap_max of exp |old - sampler log-prob| over response tokens,
+            which with rollout.async_steps is what one step of training moved, too
         engine/above_2                                    share of the response tokens for which it is above 2
 
     Raises ShapeError if an old or reference log-prob of a response token is not finite.

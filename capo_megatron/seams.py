@@ -99,6 +99,7 @@ class Algorithm:
     read: ResponseReader | None = None  # its values become named rewards, its segments `RolloutBatch.segment`
     reference_decay: float | None = None  # after each step: reference = decay * reference + (1 - decay) * policy
     scheduled: bool = False  # what it does depends on `RolloutBatch.progress`
+    corrects_sampler: bool = False  # its loss makes up for responses that older weights or another engine sampled
     stateful: Mapping[str, Stateful] = field(default_factory=dict)  # parts with memory, by name
     report: Callable[[], dict[str, float]] = dict  # numbers of its own worth logging after a step
 
@@ -129,6 +130,9 @@ class PromptSource(Stateful, Protocol):
 
     def repeat(self, problems: Sequence[Problem]) -> None:
         """Give these (in this order, repeats allowed) before anything new. Part of the state."""
+
+    def find(self, ids: Sequence[str]) -> list[Problem]:
+        """The problems of these ids, in this order."""
 
 
 @dataclass(frozen=True)
@@ -213,11 +217,19 @@ class Policy(Protocol):
 
 
 class CheckpointStore(Protocol):
-    def save(self, step: int, policy: Policy, state: Mapping[str, Any]) -> Path:
-        """Write model, optimizer and `state` (JSON values) aside, then rename; keep the last few. Collective."""
+    def save(
+        self, step: int, policy: Policy, state: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
+    ) -> Path:
+        """Write model, optimizer, `state` (JSON values) and `tensors` aside, then rename; keep the last few.
+
+        Collective.
+        """
 
     def load(self, policy: Policy, step: int | None = None) -> tuple[int, dict[str, Any]] | None:
         """Restore the latest (or a given) checkpoint into `policy`, saved on any layout; None if there is none."""
+
+    def tensors(self, step: int) -> dict[str, Tensor]:
+        """The `tensors` that a checkpoint was saved with, on every rank; empty without."""
 
 
 # --- ranks and logs ---------------------------------------------------------------------------------------------------

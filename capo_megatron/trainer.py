@@ -6,8 +6,9 @@ import hashlib
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from capo_megatron.config import RunConfig
 from capo_megatron.errors import CheckpointError, RolloutError, TrainingError
 from capo_megatron.evaluation.run import evaluate, summarise
 from capo_megatron.notices import warn_once
+from capo_megatron.rollout.ahead import Ahead, restored
 from capo_megatron.rollout.collect import Collected, collect
 from capo_megatron.rollout.perturbed import perturbed_logprobs
 from capo_megatron.rollout.proof import Probe
@@ -51,25 +53,31 @@ class Parts:
     team: Team
     sampling: SamplingParams  # its seed is replaced by one of the run's seed and the step
     pad_id: int
+    beside: Team  # the same ranks, for what a second thread gathers (rollout.async_steps)
     reference: str = ""  # which weights the frozen reference has; "" is not compared
 
 
 def train(config: RunConfig, parts: Parts) -> int:
     """Train until `config.train.steps` or a signal to stop, resuming from the newest checkpoint; the step reached."""
     policy, log, team, algorithm = parts.policy, parts.log, parts.team, parts.algorithm
-    step = saved = _resume(config, parts)
+    step, ahead = _resume(config, parts)
+    saved = step
     probe = Probe(config.rollout.probe_rows, config.probe_tolerance, config.rounding)
     skipped = 0
     gap = _refit(parts, probe)
     if step == 0 and config.eval.every and config.eval.at_start:
         log.step(0, _validate(config, parts, 0))
-    with _stop_requested() as stopping:
+    with _stop_requested() as stopping, closing(ahead):
         while step < config.train.steps and not team.any(stopping.is_set()):
             with log.phase("rollout") as phase:
-                rollout = _sample(config, parts, step)
+                rollout = ahead.take(step) or _sample(config, parts, team, step, policy.version)
                 phase.tokens = rollout.sampled
-            parts.engine.sleep()
             batch = rollout.batch
+            lag = _lag(config, policy, batch)
+            if not config.rollout.async_steps:
+                parts.engine.sleep()
+            elif step + 1 < config.train.steps:
+                ahead.start(step + 1, partial(_sample, config, parts, parts.beside, step + 1, policy.version))
             with log.phase("score", tokens=int(batch.response_mask.sum())):
                 signals = _score(policy, algorithm, rollout.batch, parts.pad_id)
             advantages, kept = _advantages(algorithm, rollout, signals)
@@ -83,9 +91,11 @@ def train(config: RunConfig, parts: Parts) -> int:
             if algorithm.reference_decay is not None:
                 policy.update_reference(algorithm.reference_decay)
             step += 1
-            metrics = {**diagnostics.describe(batch, signals, advantages, kept), **_summary(reports), **gap}
+            metrics = {**diagnostics.describe(batch, signals, advantages, kept), **_summary(reports), **gap, **lag}
             metrics |= rollout.metrics() | algorithm.report()
             log.samples(step, rollout, signals, advantages)
+            with log.phase("rollout"):  # nothing below may happen while the engine samples
+                metrics |= ahead.finish()
             if algorithm.reselect and (again := algorithm.reselect(batch, signals)) is not None:
                 parts.prompts.repeat([batch.problems[group] for group in again])
             with log.phase("refit", tokens=int(batch.response_mask.sum())):
@@ -96,17 +106,17 @@ def train(config: RunConfig, parts: Parts) -> int:
             log.step(step, metrics)
             if config.checkpoint.every and step % config.checkpoint.every == 0:
                 with log.phase("checkpoint"):
-                    saved = _save(config, parts, step)
+                    saved = _save(config, parts, step, ahead)
         if saved != step:
-            _save(config, parts, step)
+            _save(config, parts, step, ahead)
     return step
 
 
 # --- the phases -------------------------------------------------------------------------------------------------------
 
 
-def _sample(config: RunConfig, parts: Parts, step: int) -> Collected:
-    """A step's rollouts. Groups that the algorithm rejects are replaced, a bounded number of times."""
+def _sample(config: RunConfig, parts: Parts, team: Team, step: int, version: int) -> Collected:
+    """A step's rollouts by the weights of `version`. Groups that the algorithm rejects are replaced, within bounds."""
     wanted, keep = config.rollout.prompts, parts.algorithm.keep_group
     kept: list[Collected] = []
     for attempt in range(parts.algorithm.max_refills + 1):
@@ -118,9 +128,9 @@ def _sample(config: RunConfig, parts: Parts, step: int) -> Collected:
             problems,
             config.rollout.samples,
             params,
-            parts.team,
+            team,
             parts.pad_id,
-            version=parts.policy.version,
+            version=version,
             read=parts.algorithm.read,
             progress=step / config.train.steps,
         )
@@ -132,6 +142,22 @@ def _sample(config: RunConfig, parts: Parts, step: int) -> Collected:
         f"{parts.algorithm.max_refills} rounds of replacement: nearly all are rejected (e.g. all right or all wrong). "
         "Use problems of fitting difficulty, more samples per problem, or a larger algorithm.max_refills."
     )
+
+
+def _lag(config: RunConfig, policy: Policy, batch: RolloutBatch) -> dict[str, float]:
+    """How many optimizer steps the weights that sampled are behind; logged where there may be any.
+
+    Raises RolloutError if that is more than the steps of training that `rollout.async_steps` allows make.
+    """
+    lag = policy.version - batch.policy_version
+    allowed = config.rollout.async_steps * config.train.minibatches * config.train.epochs
+    if not 0 <= lag <= allowed:
+        raise RolloutError(
+            f"rollout.async_steps={config.rollout.async_steps}: the rollout is of policy version "
+            f"{batch.policy_version}, the policy is at {policy.version}; at most {allowed} optimizer steps may lie "
+            "between them. The refit did not run, or the rollout is of another run."
+        )
+    return {"rollout/lag": float(lag)} if config.rollout.async_steps else {}
 
 
 def _score(policy: Policy, algorithm: Algorithm, batch: RolloutBatch, pad_id: int) -> Signals:
@@ -196,16 +222,33 @@ def _validate(config: RunConfig, parts: Parts, step: int) -> dict[str, float]:
 # --- bookkeeping ------------------------------------------------------------------------------------------------------
 
 
-def _resume(config: RunConfig, parts: Parts) -> int:
-    """The step that the newest checkpoint reached, 0 without one. The log begins only once it has been accepted."""
+def _resume(config: RunConfig, parts: Parts) -> tuple[int, Ahead]:
+    """The step that the newest checkpoint reached (0 without one), and what had been sampled for the next one.
+
+    The log begins only once the checkpoint has been accepted.
+    """
+    if config.rollout.async_steps and not parts.algorithm.corrects_sampler:
+        warn_once(
+            "rollout.async_steps=1: responses are of weights one step older than the policy, and nothing corrects for "
+            "that. Set algorithm.importance_cap (e.g. 2)."
+        )
     found = parts.store.load(parts.policy)
     if found is None:
         parts.log.resume_from(-1)
-        return 0
+        return 0, Ahead()
     step, state = found
     take_up(step, state, parts.algorithm, parts.prompts, config.train.steps, parts.reference)
+    rollout = None
+    if state.get("ahead"):
+        if config.rollout.async_steps:
+            rollout = restored(state["ahead"], parts.store.tensors(step), parts.prompts)
+        else:
+            warn_once(
+                f"rollout.async_steps=0: the checkpoint of step {step} has responses that were sampled ahead. They are "
+                f"left out, and so are their {len(state['ahead']['problems'])} problems in this pass."
+            )
     parts.log.resume_from(step)
-    return step
+    return step, Ahead(step, rollout)
 
 
 def take_up(
@@ -262,7 +305,8 @@ def _check_reference(step: int, state: Mapping[str, Any], algorithm: Algorithm, 
         )
 
 
-def _save(config: RunConfig, parts: Parts, step: int) -> int:
+def _save(config: RunConfig, parts: Parts, step: int, ahead: Ahead) -> int:
+    sampled, tensors = ahead.state()
     state = {
         "method": parts.algorithm.name,
         "steps": config.train.steps,
@@ -271,7 +315,9 @@ def _save(config: RunConfig, parts: Parts, step: int) -> int:
         "prompts": parts.prompts.state_dict(),
         "algorithm": parts.algorithm.state_dict(),
     }
-    parts.store.save(step, parts.policy, state)
+    if sampled:
+        state["ahead"] = sampled
+    parts.store.save(step, parts.policy, state, tensors)
     return step
 
 

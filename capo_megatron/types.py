@@ -163,8 +163,8 @@ class RolloutBatch(_Rowwise):
     gradable: Tensor  # [N] bool; False: the verdict says nothing about the response, which is then not trained on
     truncated: Tensor  # [N] bool: hit max_tokens
     sampler_logprobs: Tensor  # [N, T] float32, from the engine that sampled
-    policy_version: int  # optimizer steps behind the weights that sampled
-    progress: float = 0.0  # share of the run's steps that were done when these were sampled, from 0 to below 1
+    policy_version: int  # optimizer steps behind the weights that sampled; they may be a step older than the policy
+    progress: float = 0.0  # share of the run's steps that come before the one that trains on these, from 0 to below 1
 
     def __post_init__(self) -> None:
         rows, targets = self.response_mask.shape
@@ -224,7 +224,7 @@ class PolicyOutputs(_Rowwise):
 class Signals(_Rowwise):
     """Scored once per rollout by frozen weights; None unless the algorithm declared the need."""
 
-    old_logprobs: Tensor  # [N, T] the policy that sampled, recomputed by the trainer
+    old_logprobs: Tensor  # [N, T] the policy before the step's first update; it sampled, unless a rollout was ahead
     ref_logprobs: Tensor | None = None  # [N, T] the reference model
     old_entropy: Tensor | None = None  # [N, T] nats
     old_topk: TopK | None = None

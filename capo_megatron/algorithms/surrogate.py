@@ -17,17 +17,18 @@ from torch import Tensor
 from capo_megatron.algorithms.counted import Truncated, counted_rows, present
 from capo_megatron.algorithms.equations import (
     SEQUENCE_LOG_RATIO_LIMIT,
+    ImportanceLevel,
     KlKind,
     ReductionMode,
     clipped_surrogate,
     gspo_surrogate,
     importance_ratio,
-    importance_weight,
     kl_penalty,
     reduction_weights,
     sequence_logprob_mean,
 )
 from capo_megatron.algorithms.noise_mask import ReferencePerplexityMask, Threshold
+from capo_megatron.algorithms.off_policy import Importance, ImportanceBound
 from capo_megatron.errors import ConfigError
 from capo_megatron.notices import warn_once
 from capo_megatron.seams import AdvantageEstimator, Algorithm, PolicyLoss, Signal, Stateful
@@ -50,6 +51,9 @@ class SurrogateConfig:
     dual_clip: float | None = None  # c > 1 bounds the loss at -A c where A < 0 (verl: 3.0); None = off
     ratio: Literal["token", "sequence"] = "token"  # importance ratio per token, or GSPO's, one per response
     importance_cap: float | None = None  # weigh tokens by min(policy / engine probability, cap) (verl: 2.0); None = off
+    importance_level: ImportanceLevel = "token"  # sequence: of whole responses, one weight for all tokens of each
+    importance_bound: float | None = None  # > 1: a response so many times likelier, or less likely, to the policy than
+    # to the engine trains nothing; it stays in its group's statistics and in every denominator. None = off
     beta: float = 0.0  # coefficient of the KL term to the reference model; > 0 costs a reference pass
     kl: KlKind = "k3"
     kl_in: Literal["loss", "reward"] = "loss"  # reward: summed over a response, at the sampling policy, no gradient
@@ -86,20 +90,26 @@ def assemble(
     noise = noise or noise_mask(config)
     in_loss = config.beta if config.kl_in == "loss" else 0.0
     in_reward = NotedKl(estimator, config.kl) if config.beta > 0 and config.kl_in == "reward" else None
+    importance = Importance(config.importance_cap, config.importance_level) if config.importance_cap else None
+    bound = ImportanceBound(config.importance_bound) if config.importance_bound else None
     return Algorithm(
         name=name,
         estimator=in_reward or estimator,
-        loss=Regularised(loss or clipped_loss(config), in_loss, config.kl, config.entropy_coef, config.importance_cap),
+        loss=Regularised(
+            loss or clipped_loss(config), in_loss, config.kl, config.entropy_coef, importance=importance, bound=bound
+        ),
         reduction=CountedReduction(config.reduction, config.length, config.truncated),
-        masks=(noise,) if noise else (),
+        masks=tuple(mask for mask in (noise, bound) if mask),
         needs=needs | ({Signal.REF_LOGPROBS} if config.beta > 0 or noise else set()),
         loss_needs=loss_needs | ({Signal.ENTROPY} if config.entropy_coef > 0 else set()),
         top_k=top_k,
         reference_decay=config.reference_decay,
+        corrects_sampler=importance is not None,
         stateful={**({"reference_mask": noise} if noise else {}), **(stateful or {})},
         report=lambda: {
             **(noise.report() if noise else {}),
             **(in_reward.report() if in_reward else {}),
+            **(bound.report() if bound else {}),
             **report(),
         },
     )
@@ -120,6 +130,10 @@ def check_surrogate(config: SurrogateConfig) -> None:
     dual, cap, decay = config.dual_clip, config.importance_cap, config.reference_decay
     require("dual_clip", dual, dual is None or dual > 1, "must be larger than 1, or null for no dual clip")
     require("importance_cap", cap, cap is None or cap > 0, "must be larger than 0 (e.g. 2), or null for no weights")
+    used = cap is not None or config.importance_level == "token"
+    require("importance_level", config.importance_level, used, "nothing is weighed; set importance_cap, too (e.g. 2)")
+    bound = config.importance_bound
+    require("importance_bound", bound, bound is None or bound > 1, "must be larger than 1, or null for no rejection")
     require("reference_decay", decay, decay is None or 0 <= decay < 1, "must be from 0 to below 1, or null: fixed")
     used = config.mask == "on" or config.beta > 0
     require("reference_decay", decay, decay is None or used, "nothing reads the reference; set mask=on or beta > 0")
@@ -242,29 +256,32 @@ class ClippedLoss:
 class Regularised:
     """A PolicyLoss, weighed, plus `beta` times the KL to the reference model minus `entropy_coef` times the entropy.
 
-    With an `importance_cap`, each token's policy loss is weighed by min(policy / engine probability, cap): truncated
-    importance sampling, which corrects for an engine whose numerics are not the trainer's. The two extra terms are not.
+    With `importance`, the policy loss is weighed for the engine that sampled; the two extra terms are not. The rows
+    that `bound` rejects have a loss of 0.
     """
 
     inner: PolicyLoss
     beta: float = 0.0
     kl: KlKind = "k3"
     entropy_coef: float = 0.0
-    importance_cap: float | None = None
+    importance: Importance | None = None
+    bound: ImportanceBound | None = None
 
     def __call__(self, now: PolicyOutputs, mb: TrainBatch) -> TokenLoss:
         token = self.inner(now, mb)
         loss, metrics = token.loss, dict(token.metrics)
-        if self.importance_cap is not None:
-            weight = importance_weight(mb.signals.old_logprobs, mb.rollouts.sampler_logprobs, self.importance_cap)
+        if self.importance is not None:
+            weight, signs = self.importance(mb)
             loss = loss * weight
-            metrics["importance_weight"] = weight
+            metrics |= signs
         if self.beta > 0:
             penalty = kl_penalty(now.logprobs, present(mb.signals.ref_logprobs, "Signals.ref_logprobs"), self.kl)
             loss = loss + self.beta * penalty
             metrics["reference_kl"] = penalty.detach()
         if self.entropy_coef > 0:
             loss = loss - self.entropy_coef * present(now.entropy, "PolicyOutputs.entropy")
+        if self.bound is not None:
+            loss = torch.where(self.bound.rows(mb.rollouts, mb.signals).unsqueeze(1), loss, 0.0)
         return TokenLoss(loss, metrics)
 
 

@@ -59,6 +59,12 @@ def _engine(config: RunConfig, world_size: int) -> Iterator[str]:
             f"rollout.vllm.tensor={tensor} does not divide the {_count(world_size, 'rank')}, each of which belongs to "
             "one engine. Use a divisor."
         )
+    if config.rollout.engine == "vllm" and tensor > 1 and config.rollout.async_steps:
+        yield (
+            f"rollout.async_steps=1 with rollout.vllm.tensor={tensor}: the ranks of an engine would talk to each other "
+            "while they train, and a GPU runs two such conversations in an order of its own: they can wait for each "
+            "other for ever. Use rollout.vllm.tensor=1, or rollout.async_steps=0."
+        )
 
 
 def _precision(config: RunConfig) -> Iterator[str]:

@@ -147,6 +147,10 @@ class RolloutConfig:
 
     engine: Literal["transformers", "vllm"] = "transformers"
     vllm: VllmConfig = field(default_factory=VllmConfig)
+    # 1: the responses of a step are sampled while the step before trains, by the weights before that step. Both models
+    # stay in memory: the engine does not sleep. Groups are kept and replaced (DAPO) by those older weights, too;
+    # validation always is of the newest. Set algorithm.importance_cap, which corrects for the lag.
+    async_steps: Annotated[int, Ge(0), Le(1)] = 0
     prompts: Count = 128  # problems per step
     samples: Count = 8  # responses per problem (G)
     max_tokens: Count = 3046

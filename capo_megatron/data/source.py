@@ -54,6 +54,13 @@ class ShuffledSource:
             raise DataError(f"data: cannot repeat problem {strangers[0]!r}, which is not one of the training problems.")
         self._repeats += [self._index[problem.id] for problem in problems]
 
+    def find(self, ids: Sequence[str]) -> list[Problem]:
+        """The problems of these ids, in this order. Raises DataError for an id that no training problem has."""
+        strangers = [name for name in ids if name not in self._index]
+        if strangers:
+            raise DataError(f"data: problem {strangers[0]!r} is not one of the training problems.")
+        return [self._problems[self._index[name]] for name in ids]
+
     def state_dict(self) -> dict[str, Any]:
         """Where the order stands, as JSON values, with what identifies the problems it is an order of."""
         return {"pass": self._pass, "position": self._position, "repeats": list(self._repeats), **self._identity()}

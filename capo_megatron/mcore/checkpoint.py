@@ -4,6 +4,7 @@
       step_000040/          what megatron.core.dist_checkpointing writes (model, optimizer)
         state.json          step, model shape, layout, versions, and what trainer, prompts and algorithm remember
         rng.safetensors     generator states of every rank
+        tensors.safetensors what the trainer remembers in tensors, if it does: a rollout that was sampled ahead
       latest                the name of the newest complete checkpoint
 
 A checkpoint is written under a temporary name and renamed when it is complete and on disk; `latest` is replaced after
@@ -46,6 +47,7 @@ from capo_megatron.seams import Policy, Team
 from capo_megatron.weights.shape import ModelShape
 
 _UNFINISHED = ".unfinished"
+_TENSORS = "tensors"
 # What Megatron's and torch's checkpointing raise for unusable files (the last is a BaseException).
 _FAILURES = (OSError, RuntimeError, EOFError, KeyError, pickle.PickleError, CheckpointingException, CheckpointException)
 
@@ -90,24 +92,26 @@ class DistCheckpointStore:
 
     # --- save ----------------------------------------------------------------------------------------------------
 
-    def save(self, step: int, policy: Policy, state: Mapping[str, Any]) -> Path:
+    def save(
+        self, step: int, policy: Policy, state: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None = None
+    ) -> Path:
         """Write a checkpoint of `step` and return its folder. Collective.
 
-        `state` holds JSON values only. Raises CheckpointError on every rank if it cannot be written (e.g. a full
-        disk); older checkpoints and `latest` are then untouched.
+        `state` holds JSON values only; `tensors` are the same on every rank. Raises CheckpointError on every rank if it
+        cannot be written (e.g. a full disk); older checkpoints and `latest` are then untouched.
         """
         policy = _ours(policy)
         final = self._folder(step)
         unfinished = final.with_name(final.name + _UNFINISHED)
         sharded = policy.sharded_state_dict(loading=False)
-        random_states = _random_states(self._team)
+        files = {"rng": _random_states(self._team)} | ({_TENSORS: dict(tensors)} if tensors else {})
         self._together(lambda: self._prepare(unfinished, policy))
         writer = _InProcess("torch_dist", 1, thread_count=1)
         _, reason = self._tried(lambda: dist_checkpointing.save(sharded, str(unfinished), writer))
         if reason is not None:
             self._together(lambda: shutil.rmtree(unfinished, ignore_errors=True))
             raise CheckpointError(f"{final}: not written: {reason}. Free disk space or choose another output.")
-        self._together(lambda: self._finish(unfinished, final, policy.describe(), step, state, random_states))
+        self._together(lambda: self._finish(unfinished, final, policy.describe(), step, state, files))
         return final
 
     def _prepare(self, unfinished: Path, policy: MegatronPolicy) -> None:
@@ -129,11 +133,12 @@ class DistCheckpointStore:
         model: dict[str, Any],
         step: int,
         state: Mapping[str, Any],
-        random_states: dict[str, torch.Tensor],
+        files: Mapping[str, dict[str, torch.Tensor]],
     ) -> None:
         header = {"step": step, **model, "versions": _versions(), "state": state}
         try:
-            save_file(random_states, unfinished / "rng.safetensors")
+            for name, tensors in files.items():
+                save_file(tensors, unfinished / f"{name}.safetensors")
             (unfinished / "state.json").write_text(json.dumps(header, indent=1))
             _flush_to_disk(unfinished)
         except (OSError, SafetensorError) as error:
@@ -171,6 +176,14 @@ class DistCheckpointStore:
         if header["layout"] == policy.describe()["layout"]:
             _restore_random_states(folder, self._team)
         return header["step"], header["state"]
+
+    def tensors(self, step: int) -> dict[str, torch.Tensor]:
+        """The `tensors` that the checkpoint of `step` was saved with; empty without."""
+        path = self._folder(step) / f"{_TENSORS}.safetensors"
+        try:
+            return load_file(path) if path.exists() else {}
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path}: cannot be read ({error}). {_go_back(path.parent)}") from None
 
     # --- files ---------------------------------------------------------------------------------------------------
 

@@ -53,11 +53,15 @@ def estimate(
         "logits in flight": train.logprob_chunk_tokens * shape.padded_vocab(layout.tensor) // layout.tensor * 4,
     }
     sampling = _sampling(shape, dtype, rollout, whole, layout, longest)
+    apart = [
+        f"at a time     {_size(sum((model | training).values())):>10}  while it trains",
+        f"              {_size(sum((model | sampling).values())):>10}  while it samples",
+    ]
+    both = [f"at a time     {_size(sum((model | training | sampling).values())):>10}  while it trains and samples"]
     return [
         f"parameters    {_number(whole)} in all, {_number(count)} on the fullest of {layout.world:,} ranks",
         *(f"memory        {_size(size):>10}  {name}" for name, size in (model | training | sampling).items()),
-        f"at a time     {_size(sum((model | training).values())):>10}  while it trains",
-        f"              {_size(sum((model | sampling).values())):>10}  while it samples",
+        *(both if rollout.async_steps else apart),
         f"host memory   {_size(2 * count * dtype.itemsize):>10}  for the reference, and the policy's weights meanwhile",
     ]
 

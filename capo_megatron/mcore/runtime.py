@@ -15,6 +15,7 @@ import torch.distributed as dist
 from capo_megatron.config import ParallelConfig
 from capo_megatron.errors import ConfigError
 from capo_megatron.mcore import cpu, versions
+from capo_megatron.seams import Solo, Team
 
 
 @dataclass(frozen=True)
@@ -143,11 +144,39 @@ class Runtime:
         if self.size > 1:
             dist.barrier()
 
+    def beside(self) -> Team:
+        """The same ranks with collectives of their own, for one thread beside the main one. Collective.
+
+        They go over the CPU on every machine: a GPU runs the kernels of two NCCL communicators in an order of its own,
+        and two ranks that choose differently wait for each other for ever.
+        """
+        return Solo() if self.size == 1 else _Beside(self.rank, self.size, dist.new_group(backend="gloo"))
+
     def stop(self) -> None:
         """Forget the groups, and end the default one if `start` made it. Calling it again does nothing."""
         _parallel_state().destroy_model_parallel()
         if self.owns_world and dist.is_initialized():
             dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """`Runtime.beside`."""
+
+    rank: int
+    size: int
+    group: Any  # a ProcessGroup
+
+    def gather(self, item: Any) -> list[Any]:
+        items: list[Any] = [None] * self.size
+        dist.all_gather_object(items, item, group=self.group)
+        return items
+
+    def any(self, flag: bool) -> bool:
+        return any(self.gather(flag))
+
+    def barrier(self) -> None:
+        self.gather(None)
 
 
 def start(parallel: ParallelConfig, seed: int, *, device: str | None = None, timeout_s: float = 1800.0) -> Runtime:

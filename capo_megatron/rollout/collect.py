@@ -172,7 +172,7 @@ def _take_share(
             f"rollout engine: it holds policy version {engine.version}, the policy is at {version}: the refit did not "
             "run. Call load_weights after every optimizer step."
         )
-    mine = share_of(len(problems), engine.share)
+    mine, held = share_of(len(problems), engine.share), engine.version
     named = _distinct(problems)
     started = time.perf_counter()
     groups = engine.generate([named[index] for index in mine], samples, params)
@@ -181,7 +181,7 @@ def _take_share(
     asked = [problems[index] for index in mine for _ in range(samples)]
     if len(found) != len(asked):
         raise RolloutError(f"rollout engine: {len(found)} responses to {len(mine)} problems x {samples} samples.")
-    _check_samples(asked, found)
+    _check_samples(asked, found, held)
     readings = [read(sample.ids, sample.text, engine.decode) for sample in found] if read else []
     answers = [reading.answer for reading in readings] if read else [None] * len(found)
     graded = [sample.text if part is None else part for sample, part in zip(found, answers, strict=True)]
@@ -190,7 +190,7 @@ def _take_share(
         raise RewardError(f"reward function: {len(grades)} grades for {len(asked)} responses. One each is needed.")
     return _Part(
         share=engine.share,
-        version=engine.version,
+        version=held,
         lengths=np.array([len(sample.ids) for sample in found], dtype=np.int64),
         ids=np.array([token for sample in found for token in sample.ids], dtype=np.int32),
         logprobs=np.array([value for sample in found for value in sample.logprobs], dtype=np.float32),
@@ -202,7 +202,12 @@ def _take_share(
     )
 
 
-def _check_samples(problems: Sequence[Problem], samples: Sequence[Sample]) -> None:
+def _check_samples(problems: Sequence[Problem], samples: Sequence[Sample], version: int) -> None:
+    if others := sorted({sample.version for sample in samples} - {version}):
+        raise RolloutError(
+            f"rollout engine: it was to sample by policy version {version}, and responses are by {others}. Load no "
+            "weights while it samples."
+        )
     for problem, sample in zip(problems, samples, strict=True):
         if len(sample.logprobs) != len(sample.ids) or not all(map(math.isfinite, sample.logprobs)):
             raise RolloutError(

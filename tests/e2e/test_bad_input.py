@@ -87,6 +87,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "reward.kind=other.py:grade",
             r"reward\.kind=other\.py:grade: the function must be callable as grade\(problem, ",
         ),
+        ("rollout.async_steps=2", r"rollout\.async_steps: got 2, expected .* 1"),
         ("output=good.jsonl", r"good\.jsonl: cannot be written: a file is in the way\. Remove it or choose another"),
         ("output=good.jsonl/run", r"good\.jsonl/run: cannot be written: a file is in the way"),
         ("output=/proc/run", r"/proc/run: cannot be written: No such file or directory\. Choose another output"),
@@ -104,6 +105,15 @@ def test_fp8_without_transformer_engine(place: Path, capfd: pytest.CaptureFixtur
     line = refused(capfd, command, "run.yaml", "precision.fp8=tensorwise", "model.dtype=bfloat16")
     assert "precision.fp8=tensorwise: needs TransformerEngine, which is not installed" in line
     assert not (place / "run").exists()
+
+
+def test_problems_that_are_chosen_by_the_step_before_cannot_be_sampled_ahead(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = ["train", "run.yaml", "algorithm.kind=codapo", "rollout.async_steps=1"]
+    line = refused(capfd, *options)
+    assert re.search(r"rollout\.async_steps=1: codapo chooses .*async_steps=0, or .*algorithm\.refocus=false", line)
+    assert main(["check", *options[1:], "algorithm.refocus=false"]) == 0
 
 
 @pytest.mark.parametrize(

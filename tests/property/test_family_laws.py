@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -108,6 +109,7 @@ BY_ROW: dict[str, Callable[[Rows], Tensor]] = {
     "cde": lambda r: eq.grpo_advantage(eq.cde_shaped_reward(r.reward, r.mean, 1.0, valid=r.answered), r.group),
     "dcpo": lambda r: dcpo_advantage(r, 0.5, "abs"),
     "dcpo group": lambda r: dcpo_advantage(r, 1.0, "square"),
+    "bound": lambda r: eq.within_importance_bound(r.old, r.now, 2.0, r.mask),
 }
 BY_TOKEN: dict[str, Callable[[Rows], Tensor]] = {
     "scapo": lambda r: eq.scapo_credit(r.old, r.moved, r.mask, r.group, available=r.available),
@@ -115,6 +117,7 @@ BY_TOKEN: dict[str, Callable[[Rows], Tensor]] = {
     "simko selected": lambda r: eq.simko_selected(-r.now, r.mask, 0.6),
     "simko": simko,
     "sampler": lambda r: eq.importance_weight(r.old, r.now, 2.0, r.mask),
+    "sampler sequence": lambda r: eq.importance_weight(r.old, r.now, 2.0, r.mask, "sequence"),
 }
 
 
@@ -160,6 +163,24 @@ def test_capos_variants_keep_its_signs_and_its_sum_of_zero(r: Rows, exponent, fl
     if floor == 1:
         linear = eq.capo_advantage(r.mean, r.correct, r.group, surrogate="linear")
         torch.testing.assert_close(got, linear, **EXACT)
+
+
+@many
+@given(rollouts(), st.floats(0.1, 9.0), st.floats(1.01, 9.0))
+def test_an_engine_that_is_the_policy_changes_nothing_and_any_other_obeys_cap_and_bound(r: Rows, cap, bound) -> None:
+    assert (eq.importance_weight(r.old, r.old, max(1.0, cap), r.mask, "sequence") == 1).all()
+    assert (eq.importance_weight(r.old, r.old, max(1.0, cap), r.mask) == 1).all()
+    assert eq.within_importance_bound(r.old, r.old, bound, r.mask).all()
+    token, sequence = (eq.importance_weight(r.old, r.now, math.inf, r.mask, level) for level in ("token", "sequence"))
+    whole = torch.where(r.mask, token, 1.0).log().sum(dim=1).clamp(-20, 20).exp()
+    torch.testing.assert_close(sequence, torch.where(r.mask, whole.unsqueeze(1), 1.0))
+    for level, free in (("token", token), ("sequence", sequence)):
+        weight = eq.importance_weight(r.old, r.now, cap, r.mask, level)
+        torch.testing.assert_close(weight[r.mask], free[r.mask].clamp(max=cap), **EXACT)
+    kept, swapped = (eq.within_importance_bound(*pair, bound, r.mask) for pair in ((r.old, r.now), (r.now, r.old)))
+    assert torch.equal(kept, swapped), "in either direction alike"
+    clear = (whole.log().abs() - math.log(bound)).abs() > 1e-6
+    assert torch.equal(kept[clear], ((whole < bound) & (whole > 1 / bound))[clear])
 
 
 @many

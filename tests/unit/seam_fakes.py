@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save
 from torch import Tensor
 
 from capo_megatron.algorithms.equations import reduction_weights
@@ -35,7 +37,7 @@ from capo_megatron.types import (
 )
 from tests.e2e.commands import TREE, write_config
 
-Saved = dict[int, tuple[int, float, str]]
+Saved = dict[int, tuple[int, float, str, bytes]]  # version, weight, state, tensors
 
 
 class Killed(BaseException):
@@ -145,9 +147,11 @@ class FakeStore:
     def __init__(self, note: Events, saved: Saved) -> None:
         self._note, self._saved = note, saved
 
-    def save(self, step: int, policy: Any, state: Mapping[str, Any]) -> Path:
+    def save(
+        self, step: int, policy: Any, state: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
+    ) -> Path:
         self._note(f"save {step}")
-        self._saved[step] = (policy.version, policy.weight, json.dumps(state))
+        self._saved[step] = (policy.version, policy.weight, json.dumps(state), save(dict(tensors or {})))
         self._note(f"saved {step}")
         return Path()
 
@@ -155,8 +159,11 @@ class FakeStore:
         if not self._saved:
             return None
         step = max(self._saved) if step is None else step
-        policy.version, policy.weight, state = self._saved[step]
+        policy.version, policy.weight, state, _ = self._saved[step]
         return step, json.loads(state)
+
+    def tensors(self, step: int) -> dict[str, Tensor]:
+        return load_tensors(self._saved[step][-1])
 
 
 class NotedLog(RunLog):
@@ -237,4 +244,5 @@ def fake_parts(
         team=Solo(),
         sampling=SamplingParams(max_tokens=8),
         pad_id=0,
+        beside=Solo(),
     )

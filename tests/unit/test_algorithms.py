@@ -75,6 +75,8 @@ def test_advantages_are_constant_over_a_response() -> None:
         (GrpoConfig(dual_clip=0.5), "algorithm.dual_clip=0.5"),
         (GrpoConfig(entropy_coef=math.nan), "algorithm.entropy_coef=nan"),
         (GrpoConfig(importance_cap=0), "algorithm.importance_cap=0"),
+        (GrpoConfig(importance_level="sequence"), "algorithm.importance_level=sequence: nothing is weighed; set imp"),
+        (GrpoConfig(importance_bound=1.0), "algorithm.importance_bound=1.0: must be larger than 1"),
         (GrpoConfig(reference_decay=1.0, mask="on"), "algorithm.reference_decay=1.0: must be from 0 to below 1"),
         (GrpoConfig(reference_decay=0.9), "algorithm.reference_decay=0.9: nothing reads the reference"),
         (CapoConfig(tau_schedule="linear"), "algorithm.tau_end=null: tau_schedule=linear needs"),

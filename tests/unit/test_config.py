@@ -418,6 +418,14 @@ def test_truncated_sampling_can_be_accepted(loaded):
     loaded("rollout.top_p=0.9", "rollout.accept_truncated_sampling=true").check(1)
 
 
+def test_an_engine_of_several_ranks_cannot_sample_ahead(loaded):
+    options = ["rollout.engine=vllm", "rollout.async_steps=1"]
+    assert "rollout.async_steps=1 with rollout.vllm.tensor=2" in refusal(
+        loaded(*options, "rollout.vllm.tensor=2").check, 2
+    )
+    loaded(*options).check(2)
+
+
 def test_all_contradictions_are_said_at_once(loaded):
     said = refusal(loaded("rollout.prompts=7", "train.min_lr=1", "parallel.tensor=2").check, 3)
     assert len(said.splitlines()) == 3

@@ -28,6 +28,7 @@ from capo_megatron.algorithms.equations import (
     sequence_logprob_mean,
     simko_ratio,
     simko_selected,
+    within_importance_bound,
 )
 from capo_megatron.algorithms.equations.checks import same
 from capo_megatron.errors import ConfigError, ShapeError
@@ -174,6 +175,9 @@ BAD = torch.tensor([-1.0, math.nan])
         (lambda: clipped_ratio_loss(M2, V2), ShapeError, "advantages: shape"),
         (lambda: importance_weight(M2, M2 / 0, 2.0), ShapeError, "sampler_logprobs: inf in row 0, column 0"),
         (lambda: importance_weight(M2, M2, 0.0), ConfigError, "cap=0.0"),
+        (lambda: importance_weight(M2, M2, 2.0, level="row"), ConfigError, "level='row': unknown. Choose one of token"),
+        (lambda: within_importance_bound(M2, M2, 1.0), ConfigError, "bound=1.0: must be larger than 1"),
+        (lambda: within_importance_bound(M2 / 0, M2, 2.0), ShapeError, "old_logprobs: inf in row 0, column 0"),
         (lambda: scapo_credit(M2 / 0, M2[None], M2, G2), ShapeError, "old_logprobs: inf in row 0, column 0"),
         (
             lambda: scapo_credit(M2, M2[None] / 0, M2, G2),

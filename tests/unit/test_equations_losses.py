@@ -19,6 +19,7 @@ from capo_megatron.algorithms.equations import (
     sequence_logprob_mean,
     simko_ratio,
     simko_selected,
+    within_importance_bound,
 )
 from tests.golden.cases import CASES, assert_golden
 
@@ -282,6 +283,23 @@ def test_importance_weights_are_capped_clamped_and_constant() -> None:
     assert importance_weight(broken, torch.tensor([[-3.0, math.inf]]), 2.0, torch.tensor([[1, 0]])).tolist() == [
         [2.0, 1.0]
     ]
+
+
+def test_a_responses_weight_is_the_capped_product_over_its_tokens() -> None:
+    old = torch.tensor([[-1.0, -2.0, math.nan], [-1.0, -1.0, -1.0]], dtype=torch.float64)
+    sampled = torch.tensor([[-1.5, -1.9, 0.0], [-9.0, -9.0, -9.0]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    weight = importance_weight(old, sampled, 5.0, mask, "sequence")
+    assert weight[0].tolist() == [pytest.approx(math.exp(0.4)), pytest.approx(math.exp(0.4)), 1.0]
+    assert weight[1].tolist() == [5.0] * 3
+    assert importance_weight(old, sampled, math.inf, mask, "sequence")[1, 0].item() == pytest.approx(math.exp(20))
+
+
+def test_a_response_is_rejected_beyond_the_bound_in_either_direction() -> None:
+    old = torch.tensor([[-1.0, -1.0], [-1.0, -1.0], [-1.0, -1.0], [-1.0, math.nan], [math.nan, math.nan]])
+    sampled = torch.tensor([[-1.3, -1.3], [-1.4, -1.3], [-0.6, -0.7], [-0.4, 0.0], [0.0, 0.0]])
+    mask = torch.tensor([[1, 1], [1, 1], [1, 1], [1, 0], [0, 0]])
+    assert within_importance_bound(old, sampled, math.exp(0.65), mask).tolist() == [True, False, False, True, True]
 
 
 # --- sequences and reductions ---------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import replace
 
 import pytest
@@ -85,6 +86,49 @@ def test_importance_weights_multiply_any_policy_loss_and_leave_the_other_terms(k
     both = build(replace(config, importance_cap=1.02, beta=0.2)).loss(now, part).loss
     penalty = kl_penalty(now.logprobs, scored.ref_logprobs)
     torch.testing.assert_close(both, capped.loss + 0.2 * penalty)
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_importance_weights_of_responses_and_the_share_that_is_cut_off(kind: str) -> None:
+    batch, scored = uneven()
+    mask = batch.response_mask
+    gap = ((scored.old_logprobs - batch.sampler_logprobs) * mask).sum(dim=1)
+    cap = float(gap.exp().median()) + 1e-3
+    config = replace(PLAIN[kind], beta=0.0)
+    plain = build(config)
+    part = train_batch(batch, scored, advantages(plain, batch, scored))
+    now = current(batch, scored)
+    algorithm = build(replace(config, importance_cap=cap, importance_level="sequence"))
+    got = algorithm.loss(now, part)
+    want = plain.loss(now, part).loss * gap.exp().clamp(max=cap).unsqueeze(1)
+    torch.testing.assert_close(got.loss * mask, want * mask)
+    clipped = got.metrics["importance_clip_share"]
+    assert torch.equal(clipped[mask], (gap.exp() > cap).float().unsqueeze(1).expand_as(mask)[mask])
+    assert 0 < clipped[mask].mean() < 1
+    assert algorithm.corrects_sampler and not plain.corrects_sampler
+    same = replace(batch, sampler_logprobs=scored.old_logprobs)
+    equal = algorithm.loss(now, train_batch(same, scored, part.advantages))
+    assert cap > 1 and torch.equal(equal.loss, plain.loss(now, part).loss)
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_responses_beyond_the_bound_train_nothing_and_stay_in_every_denominator(kind: str) -> None:
+    batch, scored = uneven()
+    gap = ((scored.old_logprobs - batch.sampler_logprobs) * batch.response_mask).sum(dim=1)
+    bound = float(gap.abs().median().exp()) + 1e-4
+    config = replace(PLAIN[kind], beta=0.1, entropy_coef=0.1)
+    free, bounded = build(config), build(replace(config, importance_bound=bound))
+    kept = gap.abs() <= math.log(bound)
+    assert kept.any() and not kept.all() and bounded.report().get("importance/rejected") is None
+    before, after = advantages(free, batch, scored), advantages(bounded, batch, scored)
+    assert torch.equal(after, before * kept.unsqueeze(1))
+    rejected = int((~kept & batch.gradable).sum())
+    assert bounded.report()["importance/rejected"] == rejected
+    assert bounded.report()["importance/rejected_share"] == pytest.approx(rejected / int(batch.gradable.sum()))
+    assert torch.equal(bounded.reduction(batch), free.reduction(batch))
+    now = current(batch, scored)
+    theirs, ours = (a.loss(now, train_batch(batch, scored, before)).loss for a in (free, bounded))
+    assert torch.equal(ours, torch.where(kept.unsqueeze(1), theirs, 0.0))
 
 
 def test_capos_tau_follows_its_schedule_and_its_variants_reach_the_equation() -> None:

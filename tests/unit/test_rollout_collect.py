@@ -211,6 +211,17 @@ def test_stale_or_different_weights_are_refused_on_all_ranks() -> None:
                 raise outcome
 
 
+def test_weights_that_come_while_responses_are_sampled_are_noticed() -> None:
+    class Refitted(Script):
+        def _sample(self, ids: tuple[int, ...]) -> Sample:
+            self.version = 4 + len(self.asked)
+            return super()._sample(ids)
+
+    with pytest.raises(RolloutError, match=r"by policy version 3, and responses are by \[6\]\. Load no weights"):
+        problems = [problem("x"), problem("y")]
+        collect(Refitted({name: [(C, END)] for name in "xy"}), ByText(ends_well), problems, 1, PARAMS, Solo(), PAD)
+
+
 def test_shares_that_leave_a_problem_out_are_refused() -> None:
     answers = {name: [(C, END)] for name in "xy"}
     with pytest.raises(RolloutError, match="no whole"):

@@ -286,8 +286,8 @@ def test_a_run_is_not_resumed_against_other_reference_weights(tmp_path: Path) ->
 def test_a_checkpoint_that_does_not_say_what_its_reference_is_has_a_fixed_one(tmp_path: Path) -> None:
     config, saved = fake_config(tmp_path), Saved()
     train(config, fake_parts(config, Events(), saved))
-    for step, (version, weight, state) in saved.items():
-        saved[step] = (version, weight, state.replace('"averaged_reference": false, ', ""))
+    for step, (version, weight, state, tensors) in saved.items():
+        saved[step] = (version, weight, state.replace('"averaged_reference": false, ', ""), tensors)
     assert "averaged_reference" not in str(saved)
     train(config, fake_parts(config, Events(), saved))
     with pytest.raises(CheckpointError, match="has a fixed reference"):

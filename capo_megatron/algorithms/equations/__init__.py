@@ -8,7 +8,7 @@ rewards become torch's default dtype), works on any device, and checks what it i
     group       advantages, filters and weights from group statistics: GRPO, Dr.GRPO, DAPO, CoDaPO
     rewards     shaped rewards: DAPO's length penalty, CDE's bonus, DCPO's confidence
     credit      which tokens deserve more or less: SimKO, SCAPO
-    losses      ratios, clipped surrogates, KL: PPO, GSPO, SimKO, truncated importance sampling
+    losses      ratios, clipped surrogates, KL: PPO, GSPO, SimKO; corrections for the engine's log-probs
     sequences   means over responses and the weights of a reduction
 
 Advantages, weights and masks are constants: they never carry a gradient. Errors: `ShapeError` for a tensor of the wrong
@@ -27,6 +27,7 @@ from capo_megatron.algorithms.equations.losses import (
     KL_LIMIT,
     LOG_RATIO_LIMIT,
     SEQUENCE_LOG_RATIO_LIMIT,
+    ImportanceLevel,
     KlKind,
     clipped_ratio_loss,
     clipped_surrogate,
@@ -35,6 +36,7 @@ from capo_megatron.algorithms.equations.losses import (
     importance_weight,
     kl_penalty,
     simko_ratio,
+    within_importance_bound,
 )
 from capo_megatron.algorithms.equations.pairwise import (
     PAIRS_AT_ONCE,
@@ -61,6 +63,7 @@ __all__ = [
     "PAIRS_AT_ONCE",
     "SEQUENCE_LOG_RATIO_LIMIT",
     "Distance",
+    "ImportanceLevel",
     "KlKind",
     "Norm",
     "ReductionMode",
@@ -88,4 +91,5 @@ __all__ = [
     "sequence_logprob_mean",
     "simko_ratio",
     "simko_selected",
+    "within_importance_bound",
 ]

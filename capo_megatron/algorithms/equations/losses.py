@@ -5,6 +5,7 @@ A non-finite log-prob is not an error here: it makes the loss non-finite, which 
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -29,6 +30,7 @@ SEQUENCE_LOG_RATIO_LIMIT = 10.0  # a response's mean log-ratio is clamped from a
 KL_LIMIT = 10.0  # |k3| is clamped here, as verl does
 
 KlKind = Literal["k1", "k2", "k3"]
+ImportanceLevel = Literal["token", "sequence"]
 
 
 def importance_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
@@ -48,26 +50,61 @@ def _ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 
 @torch.no_grad()
 def importance_weight(
-    old_logprobs: Tensor, sampler_logprobs: Tensor, cap: float = 2.0, mask: Tensor | None = None
+    old_logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    cap: float = 2.0,
+    mask: Tensor | None = None,
+    level: ImportanceLevel = "token",
 ) -> Tensor:
-    """Truncated importance weights of tokens that another engine sampled, of the shape of `old_logprobs`.
+    """Truncated importance weights of tokens that an engine sampled, of the shape of `old_logprobs`.
 
-    `old_logprobs` and `sampler_logprobs` [N, T] in nats: the same tokens and weights, as the trainer and as the engine
-    computed them. A token's loss is multiplied with
+    `old_logprobs` and `sampler_logprobs` [N, T] in nats: the same tokens, by the trainer and by the engine that sampled
+    them, whose numerics differ, or whose weights are older. With d = old_logprobs - sampler_logprobs, a token's loss is
+    multiplied with
 
-        min(exp(clamp(old_logprobs - sampler_logprobs, -20, 20)), cap)
+        token      min(exp(clamp(d, -20, 20)), cap)
+        sequence   min(exp(clamp(sum of d over its response, -20, 20)), cap), the same for every token of a response
 
     so that the gradient's expectation is that under the trainer's policy, up to the cap, which bounds its variance
-    (truncated importance sampling, Ionides 2008, doi 10.1198/106186008X320456). `mask` [N, T]: elsewhere the weight is
+    (truncated importance sampling, Ionides 2008, doi 10.1198/106186008X320456). Only the sequence's weight corrects for
+    the tokens before a token, at the price of a variance that grows with length. `mask` [N, T]: elsewhere the weight is
     1, whatever stands there. cap=inf does not truncate. Raises ShapeError for non-finite log-probs.
     """
     positive("cap", cap)
+    choice("level", level, ImportanceLevel)
+    difference, keep = _off_policy(old_logprobs, sampler_logprobs, mask)
+    if level == "sequence":
+        difference = difference.sum(dim=1, keepdim=True).expand_as(difference)
+    ratio = difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return torch.where(keep, ratio.clamp(max=cap), 1.0).to(old_logprobs.dtype)
+
+
+@torch.no_grad()
+def within_importance_bound(
+    old_logprobs: Tensor, sampler_logprobs: Tensor, bound: float, mask: Tensor | None = None
+) -> Tensor:
+    """[N] bool: responses that are neither `bound` times likelier nor `bound` times less likely to the trainer.
+
+    The log-probs are those of `importance_weight`; a response is kept iff, with the sum over its tokens,
+
+        |sum(old_logprobs - sampler_logprobs)| <= log(bound)
+
+    An empty response is kept. Raises ConfigError unless bound > 1, ShapeError for non-finite log-probs.
+    """
+    if not bound > 1:
+        raise ConfigError(f"bound={bound}: must be larger than 1, the ratio of an engine that is the policy.")
+    difference, _ = _off_policy(old_logprobs, sampler_logprobs, mask)
+    return difference.sum(dim=1).abs() <= math.log(bound)
+
+
+def _off_policy(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """([N, T] old - sampler log-prob, 0.0 off the mask, [N, T] bool the mask)."""
     old, sampled = real("old_logprobs", old_logprobs, 2), real("sampler_logprobs", sampler_logprobs, 2)
     same("sampler_logprobs", sampler_logprobs, old_logprobs)
     keep = torch.ones_like(old, dtype=torch.bool) if mask is None else token_mask(mask, old)
     finite_rows("old_logprobs", old, keep)
     finite_rows("sampler_logprobs", sampled, keep)
-    return torch.where(keep, _ratio(old, sampled).clamp(max=cap), 1.0).to(old_logprobs.dtype)
+    return torch.where(keep, old - sampled, 0.0), keep
 
 
 # --- clipped surrogates -----------------------------------------------------------------------------------------------
