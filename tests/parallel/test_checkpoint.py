@@ -184,6 +184,9 @@ def refusals(folder: str, other: str) -> dict[str, str]:
     attempt("no such step", lambda: store.load(policy, 99))
     damaged = DistCheckpointStore(Path(other), ranks)
     attempt("damaged", lambda: damaged.load(policy))
+    said["no tensors"] = str(damaged.tensors(BEFORE))
+    (Path(other) / "checkpoints" / f"step_{BEFORE:06d}" / "tensors.safetensors").write_bytes(b"torn")
+    attempt("damaged tensors", lambda: damaged.tensors(BEFORE))
     policy.checkpoint_bytes = lambda: 2**60  # more than any disk
     attempt("full disk", lambda: store.save(5, policy, {}))
     said["steps"] = str(store.steps())
@@ -199,6 +202,7 @@ def test_unusable_checkpoints_are_refused_in_one_line(root: Path, tmp_path: Path
     assert "num_hidden_layers 4, this one has 2" in said["another model"]
     assert "step_000099" in said["no such step"]
     assert "cannot be read" in said["damaged"]
+    assert said["no tensors"] == "{}" and "tensors.safetensors: cannot be read" in said["damaged tensors"]
     assert "a checkpoint needs" in said["full disk"] and "Nothing was written" in said["full disk"]
     assert said["steps"] == f"[{BEFORE}]"
     assert all("\n" not in text for text in said.values())
