@@ -1,4 +1,4 @@
-"""What every test finds around it."""
+"""What every test finds around it. This folder is on the path: no folder in it may have the name of a package."""
 
 import signal
 

@@ -21,7 +21,7 @@ from capo_megatron.rollout.vllm import VllmEngine
 from capo_megatron.seams import SamplingParams
 from capo_megatron.weights.shape import ModelShape
 from tests.unit.tiny_qwen2 import ModelPolicy, NumberTokenizer, Prompts, weights_of
-from tests.vllm.engines import VOCABULARY, long_problems, wide_model
+from tests.vllm_engine.engines import VOCABULARY, long_problems, wide_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 RANKS = int(os.environ.get("WORLD_SIZE", "1"))

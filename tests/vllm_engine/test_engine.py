@@ -12,7 +12,7 @@ from capo_megatron.rollout.proof import Probe
 from capo_megatron.rollout.sketch import differing, sketches
 from capo_megatron.seams import SamplingParams, Solo
 from tests.unit.tiny_qwen2 import ModelPolicy, Prompts, engine_of, weights_of
-from tests.vllm.engines import engine, long_problems, wide_model
+from tests.vllm_engine.engines import engine, long_problems, wide_model
 
 ROUNDING = 1e-5
 TIED = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.e2e.commands import TREE, write_config
-from tests.vllm.test_run import SHAPE
+from tests.vllm_engine.test_run import SHAPE
 
 LIMIT_S = 60
 

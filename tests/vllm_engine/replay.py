@@ -1,6 +1,6 @@
 """A training run whose responses are recorded, or replayed from a record by the transformers engine.
 
-python -m tests.vllm.replay record|replay RECORD CONFIG
+python -m tests.vllm_engine.replay record|replay RECORD CONFIG
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from capo_megatron.errors import RolloutError
 from capo_megatron.rollout.proof import Probe
 from capo_megatron.seams import SamplingParams, Solo
 from tests.unit.tiny_qwen2 import ModelPolicy, Prompts, weights_of
-from tests.vllm.engines import engine, long_problems, wide_model
+from tests.vllm_engine.engines import engine, long_problems, wide_model
 
 Weights = list[tuple[str, Tensor]]
 PARAMS = SamplingParams(12, temperature=0.7)

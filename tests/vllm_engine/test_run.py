@@ -72,7 +72,7 @@ def rows(path: Path) -> list[dict[str, float]]:
 @cache
 def one_rank(folder: Path, tied: bool) -> list[dict[str, float]]:
     path = config(folder, f"one-{tied}", tied=tied)
-    run("tests.vllm.replay", "record", str(folder / f"record-{tied}.json"), str(path))
+    run("tests.vllm_engine.replay", "record", str(folder / f"record-{tied}.json"), str(path))
     return rows(path)
 
 
@@ -96,7 +96,7 @@ def test_every_sync_of_a_run_is_proven(folder: Path, tied: bool) -> None:
 def test_the_transformers_engine_trains_the_same_on_the_same_tokens(folder: Path, tied: bool) -> None:
     wanted = one_rank(folder, tied)
     path = config(folder, f"replayed-{tied}", engine="transformers", tied=tied)
-    run("tests.vllm.replay", "replay", str(folder / f"record-{tied}.json"), str(path))
+    run("tests.vllm_engine.replay", "replay", str(folder / f"record-{tied}.json"), str(path))
     check_same(rows(path), wanted)
 
 
