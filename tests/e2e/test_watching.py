@@ -56,4 +56,6 @@ def test_every_step_logs_what_is_worth_watching(tmp_path: Path, monkeypatch: pyt
             assert isinstance(row[name], float) and math.isfinite(row[name]), f"step {row['step']}: {name}"
     lines = Path("run/samples/step_000002.jsonl").read_text().splitlines()
     # The response on which engine and policy agree least comes beside the five.
-    assert 5 <= len(lines) <= 6 and {"prompt", "response", "verdict", "reward", "advantage"} <= json.loads(lines[0]).keys()
+    assert (
+        5 <= len(lines) <= 6 and {"prompt", "response", "verdict", "reward", "advantage"} <= json.loads(lines[0]).keys()
+    )
