@@ -7,6 +7,7 @@ forgetting the prefix cache, whose keys and values are of the weights before.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -289,15 +290,24 @@ def _buckets(weights: Iterable[tuple[str, Tensor]], most: int) -> Iterator[list[
         yield bucket
 
 
+def _forget_shared_memory() -> None:
+    """Remove what the ranks of a run that was killed have left behind: vLLM gives it the same name in every run.
+
+    A run that still uses it keeps it: only the name goes. No rank makes it anew before all have passed here.
+    """
+    for path in Path("/dev/shm").glob("*-cpushm*"):
+        with contextlib.suppress(OSError):
+            path.unlink()
+    torch.distributed.barrier()
+
+
 def _start(shape: ModelShape, dtype: str, options: VllmConfig, ranks: int, gpu: bool) -> Any:
     """vLLM's engine with arbitrary weights."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(options.cpu_cache_gib))
-    # Names the shared memory of an engine's ranks, which a run that was killed leaves behind.
-    os.environ["VLLM_DIST_IDENT"] = "capo-{}-{}".format(
-        os.environ.get("TORCHELASTIC_RUN_ID", os.getpid()), os.environ.get("MASTER_PORT", "")
-    )
+    if ranks > 1 and not gpu:
+        _forget_shared_memory()
     from vllm import LLM
 
     from capo_megatron.rollout.vllm_weights import BACKEND
