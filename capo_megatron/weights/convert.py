@@ -146,7 +146,8 @@ class _MegatronWriter:
     def __init__(self, found: Checkpoint) -> None:
         self._found = found
         # `seal` needs it, and importing it takes as long as writing a gigabyte: meanwhile the tensors are written.
-        threading.Thread(target=importlib.import_module, args=("torch.distributed.checkpoint",), daemon=True).start()
+        # Not a daemon: Python would abort if it ended in the middle of such an import.
+        threading.Thread(target=importlib.import_module, args=("torch.distributed.checkpoint",)).start()
 
     def write(self, reader: Reader, folder: Path, team: Team) -> Any:
         _check_dtypes(reader, self._found)
