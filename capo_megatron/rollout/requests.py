@@ -60,6 +60,31 @@ def check_params(params: SamplingParams, samples: int) -> None:
             raise RolloutError(f"{message}.")
 
 
+def check_awake(asleep: bool, action: str) -> None:
+    """Raise RolloutError if an engine that sleeps is asked for something."""
+    if asleep:
+        raise RolloutError(f"rollout engine: {action} while it sleeps. Call wake() first.")
+
+
+def check_ready(asleep: bool, version: int, action: str) -> None:
+    """Raise RolloutError if an engine sleeps or has no weights (version -1)."""
+    check_awake(asleep, action)
+    if version < 0:
+        raise RolloutError(
+            f"rollout engine: {action} without weights (none were loaded, or the last load failed). "
+            "Call load_weights with every weight of the policy first."
+        )
+
+
+def check_complete(wrong: Sequence[str], version: int, model_type: str, layers: int) -> None:
+    """Raise RolloutError if something was wrong with the weights of a refit."""
+    if wrong:
+        raise RolloutError(
+            f"rollout weights of version {version}: {few(wrong, '; ')}. The engine holds no usable weights now. "
+            f"Policy and engine must be built from the same config.json ({model_type}, {layers} layers)."
+        )
+
+
 def few(items: Sequence[str], separator: str = ", ") -> str:
     """The first of these, and how many there are beside them."""
     return separator.join(items[:5]) + (f"{separator}and {len(items) - 5} more" if len(items) > 5 else "")

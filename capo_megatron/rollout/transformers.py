@@ -20,7 +20,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from capo_megatron.errors import RolloutError
 from capo_megatron.rollout.decoding import ATTENTION, Decoder, Responses, growing_cache
-from capo_megatron.rollout.requests import PromptAndResponse, Tokenizer, check_fits, check_params, few
+from capo_megatron.rollout.requests import (
+    PromptAndResponse,
+    Tokenizer,
+    check_awake,
+    check_complete,
+    check_fits,
+    check_params,
+    check_ready,
+    few,
+)
 from capo_megatron.rollout.sampling import row_seed, uniforms
 from capo_megatron.rollout.sketch import Sketch, sketches
 from capo_megatron.seams import SamplingParams
@@ -66,7 +75,7 @@ class TransformersEngine:
         then refuses until a load succeeds. The iterator is always read to its end, since producing a tensor may be
         collective. A tied head may come under its own name, if it equals the embedding.
         """
-        self._require_awake("load_weights")
+        check_awake(self._asleep, "load_weights")
         self.version = -1
         targets = dict(self._model.named_parameters(remove_duplicate=False))
         filled: set[int] = set()
@@ -78,12 +87,8 @@ class TransformersEngine:
         missing = [name for name, target in self._model.named_parameters() if id(target) not in filled]
         if missing:
             wrong.append(f"{len(missing)} missing: {few(missing)}")
-        if wrong:
-            raise RolloutError(
-                f"rollout weights of version {version}: {few(wrong, '; ')}. The engine holds no usable weights now. "
-                f"Policy and engine must be built from the same config.json ({self._model.config.model_type}, "
-                f"{self._model.config.num_hidden_layers} layers)."
-            )
+        config = self._model.config
+        check_complete(wrong, version, config.model_type, config.num_hidden_layers)
         self.version = version
 
     def forget(self) -> None:
@@ -111,7 +116,7 @@ class TransformersEngine:
         top-p. The text leaves out the final stop token and special tokens.
         Raises RolloutError if the weights are not loaded, a prompt does not fit, or logits are not finite.
         """
-        self._require_weights("generate")
+        check_ready(self._asleep, self.version, "generate")
         check_params(params, samples)
         for problem in problems:
             check_fits(problem, params.max_tokens, self._model.config)
@@ -171,7 +176,7 @@ class TransformersEngine:
 
         One forward pass over the whole sequence, without KV cache: computed independently of what `generate` recorded.
         """
-        self._require_weights("logprobs")
+        check_ready(self._asleep, self.version, "logprobs")
         for prompt, _ in sequences:
             if not prompt:
                 raise RolloutError("logprobs: a prompt is empty, so nothing predicts its response's first token.")
@@ -209,20 +214,6 @@ class TransformersEngine:
     def sketches(self) -> dict[str, Sketch]:
         """What the model holds of every weight."""
         return sketches(self._model.named_parameters())
-
-    # --- checks -------------------------------------------------------------------------------------------------------
-
-    def _require_awake(self, action: str) -> None:
-        if self._asleep:
-            raise RolloutError(f"rollout engine: {action} while it sleeps. Call wake() first.")
-
-    def _require_weights(self, action: str) -> None:
-        self._require_awake(action)
-        if self.version < 0:
-            raise RolloutError(
-                f"rollout engine: {action} without weights (none were loaded, or the last load failed). "
-                "Call load_weights with every weight of the policy first."
-            )
 
 
 def _config(model: str | Path | PreTrainedConfig) -> PreTrainedConfig:

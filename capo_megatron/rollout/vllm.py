@@ -23,7 +23,16 @@ from torch import Tensor
 
 from capo_megatron.config import VllmConfig
 from capo_megatron.errors import ConfigError, RolloutError
-from capo_megatron.rollout.requests import PromptAndResponse, Tokenizer, check_fits, check_params, few
+from capo_megatron.rollout.requests import (
+    PromptAndResponse,
+    Tokenizer,
+    check_awake,
+    check_complete,
+    check_fits,
+    check_params,
+    check_ready,
+    few,
+)
 from capo_megatron.rollout.sampling import row_seed
 from capo_megatron.seams import SamplingParams, Sketch
 from capo_megatron.types import Problem, Sample
@@ -104,25 +113,21 @@ class VllmEngine:
         then refuses until a load succeeds. The iterator is always read to its end, since producing a tensor may be
         collective.
         """
-        self._require_awake("load_weights")
+        check_awake(self._asleep, "load_weights")
         self._held = -1
         wrong: list[str] = []
         seen: set[str] = set()
         self._llm.start_weight_update()
-        try:
-            for bucket in _buckets(self._accepted(hf, seen, wrong), self._options.bucket_mib * 2**20):
-                self._llm.update_weights({"update_info": {"weights": bucket}})
-        finally:
+        for bucket in _buckets(self._accepted(hf, seen, wrong), self._options.bucket_mib * 2**20):
+            if not wrong:
+                with _noted(wrong):
+                    self._llm.update_weights({"update_info": {"weights": bucket}})
+        with _noted(wrong):
             self._llm.finish_weight_update(weight_version=str(version))
-            self.forget()
+        self.forget()
         if missing := [name for name in self._expected if name not in seen]:
             wrong.append(f"{len(missing)} missing: {few(missing)}")
-        if wrong:
-            raise RolloutError(
-                f"rollout weights of version {version}: {few(wrong, '; ')}. The engine holds no usable weights now. "
-                f"Policy and engine must be built from the same config.json ({self._shape.model_type}, "
-                f"{self._shape.num_hidden_layers} layers)."
-            )
+        check_complete(wrong, version, self._shape.model_type, self._shape.num_hidden_layers)
         if self._cache_asleep:
             self._llm.wake_up(tags=["kv_cache"])
             self._cache_asleep = False
@@ -176,7 +181,7 @@ class VllmEngine:
         """
         from vllm import SamplingParams as Request
 
-        self._require_weights("generate")
+        check_ready(self._asleep, self._held, "generate")
         check_params(params, samples)
         for problem in problems:
             check_fits(problem, params.max_tokens, self._shape)
@@ -235,7 +240,7 @@ class VllmEngine:
         """
         from vllm import SamplingParams as Request
 
-        self._require_weights("logprobs")
+        check_ready(self._asleep, self._held, "logprobs")
         prompts, requests, targets = [], [], []
         for prompt, response in sequences:
             for index, token in enumerate(response):
@@ -261,20 +266,6 @@ class VllmEngine:
         found: dict[str, Sketch] = self._llm.apply_model(held)[0]
         return {name: found[name] for name in self._expected}
 
-    # --- checks -------------------------------------------------------------------------------------------------------
-
-    def _require_awake(self, action: str) -> None:
-        if self._asleep:
-            raise RolloutError(f"rollout engine: {action} while it sleeps. Call wake() first.")
-
-    def _require_weights(self, action: str) -> None:
-        self._require_awake(action)
-        if self._held < 0:
-            raise RolloutError(
-                f"rollout engine: {action} without weights (none were loaded, or the last load failed). "
-                "Call load_weights with every weight of the policy first."
-            )
-
 
 def _buckets(weights: Iterable[tuple[str, Tensor]], most: int) -> Iterator[list[tuple[str, Tensor]]]:
     """The weights a few at a time: at most so many bytes, or one tensor."""
@@ -288,6 +279,15 @@ def _buckets(weights: Iterable[tuple[str, Tensor]], most: int) -> Iterator[list[
         filled += tensor.nbytes
     if bucket:
         yield bucket
+
+
+@contextlib.contextmanager
+def _noted(wrong: list[str]) -> Iterator[None]:
+    """Note what vLLM says is wrong. It is raised when all ranks have passed what they have to do together."""
+    try:
+        yield
+    except (RuntimeError, ValueError, KeyError, AssertionError) as error:
+        wrong.append(f"vLLM: {error}")
 
 
 def _forget_shared_memory() -> None:
@@ -314,7 +314,7 @@ def _start(shape: ModelShape, dtype: str, options: VllmConfig, ranks: int, gpu: 
 
     with tempfile.TemporaryDirectory(prefix="capo-vllm-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(hf_config(shape, dtype)), encoding="utf-8")
-        llm = LLM(
+        settings = dict(
             model=folder,
             skip_tokenizer_init=True,
             load_format="dummy",
@@ -332,6 +332,12 @@ def _start(shape: ModelShape, dtype: str, options: VllmConfig, ranks: int, gpu: 
             seed=0,
             **({"gpu_memory_utilization": options.memory_fraction} if gpu else {}),
         )
+        try:
+            llm = LLM(**settings)
+        except (RuntimeError, ValueError) as error:
+            raise RolloutError(
+                f"rollout.engine=vllm: vLLM does not start: {error}. VLLM_LOGGING_LEVEL=INFO shows its messages."
+            ) from error
     # As Python exits, vLLM would end the default process group, which is the trainer's and gone by then; and only that
     # would have thawed what it keeps from the garbage collector.
     llm.llm_engine.engine_core._finalizer.detach()
