@@ -7,10 +7,8 @@ when it is complete.
 
 from __future__ import annotations
 
-import importlib
 import resource
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -31,6 +29,7 @@ from capo_megatron.weights.checkpoint import Checkpoint, open_checkpoint, torch_
 from capo_megatron.weights.distributed_files import ChunkFiles, Header, stored_name, write_metadata
 from capo_megatron.weights.huggingface import SHARD_BYTES, ShardFile, Spec, plan_shards
 from capo_megatron.weights.manifest import Entry, Manifest, hash_files
+from capo_megatron.weights.metadata import METADATA
 from capo_megatron.weights.reading import Progress, Reader
 from capo_megatron.weights.sources import DTYPES
 from capo_megatron.weights.table import Packing, Place, hf_shapes, places
@@ -145,9 +144,6 @@ class _Writer(Protocol):
 class _MegatronWriter:
     def __init__(self, found: Checkpoint) -> None:
         self._found = found
-        # `seal` needs it, and importing it takes as long as writing a gigabyte: meanwhile the tensors are written.
-        # Not a daemon: Python would abort if it ended in the middle of such an import.
-        threading.Thread(target=importlib.import_module, args=("torch.distributed.checkpoint",)).start()
 
     def write(self, reader: Reader, folder: Path, team: Team) -> Any:
         _check_dtypes(reader, self._found)
@@ -254,7 +250,7 @@ def _convert(
             kind = found.torch_dtype if dtype is None else str(reader.dtype).removeprefix("torch.")
             described = {**found.config, "torch_dtype": kind, "dtype": kind}
             huggingface.write_companions(folder, described, found.companions)
-            tables = ["config.json", huggingface.INDEX, distributed.METADATA, distributed.COMMON, distributed.BACKENDS]
+            tables = ["config.json", huggingface.INDEX, METADATA, distributed.COMMON, distributed.BACKENDS]
             ordered = {name: entries[name] for place in places(found.shape) for name in place.parts}
             Manifest(ordered, hash_files(folder, tables)).write(folder)
 

@@ -13,9 +13,7 @@ layers; `decoder.layers.<n>.` of others is read, too.
 
 from __future__ import annotations
 
-import io
 import json
-import os
 import pickle
 import struct
 import threading
@@ -23,50 +21,24 @@ import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import FileIO
-from math import prod
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, BinaryIO, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from capo_megatron.errors import CheckpointError
+from capo_megatron.weights import metadata
+from capo_megatron.weights.metadata import METADATA, Chunk, Stored
 from capo_megatron.weights.raw import read_rows
 from capo_megatron.weights.shape import ModelShape
 from capo_megatron.weights.sources import dtype_name
 from capo_megatron.weights.table import Home, Packing, Place, places, tied_head
+from capo_megatron.weights.torch_save import Frames
 
-METADATA = ".metadata"
 BACKENDS = "metadata.json"
 COMMON = "common.pt"
 _PREFIXES = ("", "model.", "module.", "model.module.")  # before the model's tensors: Megatron-LM's and ours; NeMo's
 _ROOTS = ("embedding.", "decoder.", "output_layer.", "mtp.")  # with which the names of a GPTModel's tensors begin
-
-
-class Chunk(NamedTuple):
-    """A box of a tensor, and where its bytes begin."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    file: str
-    offset: int  # in the file
-    length: int
-
-
-class Stored(NamedTuple):
-    """A tensor of a checkpoint."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-
-# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -81,7 +53,7 @@ class DistCheckpoint:
         self._check_backend()
         self.tensors = self._read_metadata()
         self._check_files()
-        self._starts: dict[Chunk, int] = {}
+        self._frames = Frames()
 
     def read(self, name: str, box: Sequence[tuple[int, int]]) -> Tensor:
         """The part [start, stop) along every axis of a tensor."""
@@ -127,17 +99,14 @@ class DistCheckpoint:
 
     def _values_of(self, name: str, stored: Stored, chunk: Chunk) -> int:
         """Where in its file the values of a chunk begin."""
-        if chunk not in self._starts:
-            path = self.folder / chunk.file
-            try:
-                with path.open("rb") as file:
-                    start = values_start(file, stored, chunk)
-            except _UNREADABLE as error:
-                raise CheckpointError(
-                    f"{path}: tensor {name}: damaged ({_first_line(error)}). Copy the checkpoint again."
-                ) from error
-            self._starts[chunk] = start
-        return self._starts[chunk]
+        path = self.folder / chunk.file
+        try:
+            with FileIO(path) as file:
+                return self._frames.values_start(file, stored.dtype, chunk.sizes, chunk.offset, chunk.length)
+        except _UNREADABLE as error:
+            raise CheckpointError(
+                f"{path}: tensor {name}: damaged ({_first_line(error)}). Copy the checkpoint again."
+            ) from error
 
     def _check_backend(self) -> None:
         path = self.folder / BACKENDS
@@ -160,7 +129,7 @@ class DistCheckpoint:
         path = self.folder / METADATA
         try:
             with path.open("rb") as file:
-                return _tensors_of(_InertUnpickler(file).load())
+                return metadata.read(file)
         except FileNotFoundError:
             raise CheckpointError(f"{path}: no such file: the checkpoint is incomplete. Copy it again.") from None
         except _UNREADABLE as error:
@@ -190,120 +159,6 @@ _UNREADABLE = (
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return (lines[0][:160] if lines else type(error).__name__).rstrip(".")
-
-
-class _Record:
-    """What an object of `.metadata` holds, without being one."""
-
-    state: Any = MappingProxyType({})
-
-    def __init__(self, *_: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def __getitem__(self, name: str) -> Any:
-        return self.state[name]
-
-
-class _InertUnpickler(pickle.Unpickler):
-    """Reads the objects of a checkpoint's `.metadata` as records; anything else in it is an error."""
-
-    _RECORDS = frozenset(
-        ("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
-         "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING", "_StorageInfo", "SavePlan", "WriteItem",
-         "WriteItemType", "TensorWriteData", "_get_layout", "device", "PosixPath", "Path")
-    )  # fmt: skip
-    _MODULES = ("torch", "torch.serialization", "torch.distributed.checkpoint.", "pathlib")
-    _CONTAINERS = MappingProxyType({("torch", "Size"): tuple, ("collections", "OrderedDict"): dict})
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in self._CONTAINERS:
-            return self._CONTAINERS[module, name]
-        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
-            return vars(torch)[name]
-        if name in self._RECORDS and module.startswith(self._MODULES):
-            return _Record
-        raise pickle.UnpicklingError(f"{module}.{name} does not belong into it")
-
-
-def _tensors_of(metadata: Any) -> dict[str, Stored]:
-    """The tensors that unpickled metadata tell of."""
-    storage: dict[tuple[str, tuple[int, ...]], Any] = {}
-    for index, info in metadata["storage_data"].items():
-        storage[index["fqn"], tuple(index.state.get("offset") or ())] = info
-    found = {}
-    for name, entry in metadata["state_dict_metadata"].items():
-        if "chunks" not in entry.state:  # not a tensor, e.g. a module's extra state
-            continue
-        chunks = []
-        for box in entry["chunks"]:
-            offsets, sizes = tuple(box["offsets"]), tuple(box["sizes"])
-            info = storage[name, offsets]
-            if info.state.get("transform_descriptors"):
-                raise ValueError(f"tensor {name} is compressed, which is not supported")
-            chunks.append(Chunk(offsets, sizes, str(info["relative_path"]), int(info["offset"]), int(info["length"])))
-        dtype, shape = entry["properties"].state[0], tuple(entry["size"])
-        numbers = [*shape, *(number for chunk in chunks for number in (*chunk.offsets, *chunk.sizes))]
-        whole = all(type(number) is int and number >= 0 for number in numbers)
-        if not isinstance(dtype, torch.dtype) or not whole or any(len(chunk.sizes) != len(shape) for chunk in chunks):
-            raise ValueError(f"tensor {name} is described wrongly")
-        found[str(name)] = Stored(dtype, shape, tuple(chunks))
-    return found
-
-
-class _Window(io.RawIOBase):
-    """A part of a file as a file of its own."""
-
-    def __init__(self, file: BinaryIO | FileIO, offset: int, length: int) -> None:
-        self._descriptor, self._offset, self._length, self._at = file.fileno(), offset, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
-        self._at = position + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        count = min(len(buffer), max(0, self._length - self._at))
-        got = os.pread(self._descriptor, count, self._offset + self._at)
-        buffer[: len(got)] = got
-        self._at += len(got)
-        return len(got)
-
-    def bytes_at(self, position: int, count: int) -> bytes:
-        return os.pread(self._descriptor, count, self._offset + position)
-
-
-def values_start(file: BinaryIO | FileIO, stored: Stored, chunk: Chunk) -> int:
-    """Where in a file the values of a chunk begin, from what `torch.save` wrote around them.
-
-    Raises one of many exceptions if it was not torch.save that wrote it, or the bytes are damaged.
-    """
-    window = _Window(file, chunk.offset, chunk.length)
-    with torch.serialization.skip_data():  # shape and strides only
-        tensor = torch.load(cast(BinaryIO, window), map_location="cpu", weights_only=True)
-    if not isinstance(tensor, Tensor) or (tensor.dtype, tuple(tensor.shape)) != (stored.dtype, chunk.sizes):
-        raise ValueError(f"it is not of {dtype_name(stored.dtype)} {chunk.sizes}, as {METADATA} says")
-    if not tensor.is_contiguous() or tensor.storage_offset() != 0:
-        raise ValueError("its values do not lie one after another")
-    window.seek(0)
-    records = [record for record in zipfile.ZipFile(window).infolist() if record.filename.endswith("/data/0")]
-    if len(records) != 1 or records[0].compress_type != zipfile.ZIP_STORED:
-        raise ValueError("its values are not where torch.save puts them")
-    if records[0].file_size < tensor.nbytes:
-        raise ValueError(f"{records[0].file_size} bytes of values, {tensor.nbytes} are needed")
-    begin = records[0].header_offset
-    name_length, extra_length = struct.unpack("<HH", window.bytes_at(begin + 26, 4))  # of the record's local header
-    return int(chunk.offset + begin + 30 + name_length + extra_length)
 
 
 class MegatronSource:

@@ -69,6 +69,12 @@ class SharedFile(FileIO):
                 done += os.pwrite(self.fileno(), data[done : done + _PIECE], offset + done)
         return offset + done
 
+    def write_all(self, data: bytes) -> None:
+        """Write these bytes where the file stands; `write` may stop short of the last."""
+        done = 0
+        while done < len(data):
+            done += self.write(data[done:])
+
 
 def _map(descriptor: int, first: int, nbytes: int) -> Tensor | None:
     """Bytes of a file without a copy, unmapped with the tensor; None where the system cannot.
