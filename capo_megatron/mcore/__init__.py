@@ -1,8 +1,12 @@
 """The only package that imports Megatron-core (`megatron`) or TransformerEngine."""
 
+import importlib
 import logging
 import warnings
 from functools import partial
+from unittest.mock import patch
+
+import torch
 
 # Megatron-core warns on import about every optional CUDA library that is absent; `doctor` reports those on request.
 warnings.filterwarnings("ignore", module=r"megatron\..*")
@@ -24,3 +28,9 @@ def _is_news(start: str, record: logging.LogRecord) -> bool:
 
 for _name, _start in _KNOWN.items():
     logging.getLogger(_name).addFilter(partial(_is_news, _start))
+
+if not torch.cuda.is_available():
+    # Megatron-core lets Inductor compile its fused functions, most of which a CPU never calls: as it imports itself,
+    # every rank would wait for a second and a half for Inductor, and the first call for a C++ compiler.
+    with patch.object(torch, "compile", lambda function=None, **_: function or (lambda it: it)):
+        importlib.import_module("megatron.core")
