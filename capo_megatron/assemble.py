@@ -342,7 +342,9 @@ def _evaluation_problems(
     """The problems to evaluate on, and how many of the benchmarks' were left out and why."""
     left_out: Mapping[str, int] = {}
     if request.benchmarks:
-        found, left_out = load_problems(request.benchmarks, config.data, model.tokenizer, _instruction(config))
+        found, left_out = load_problems(
+            request.benchmarks, config.data, model.tokenizer, _instruction(config), published=True
+        )
         problems = found[: request.problems]
     else:
         problems = _held_out(config, model, request.problems)

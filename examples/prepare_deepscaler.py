@@ -25,11 +25,11 @@ from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
+from capo_megatron.answers import unboxed
 from capo_megatron.config import DataConfig, RewardConfig
 from capo_megatron.data.problems import Row, read_files
 from capo_megatron.errors import CapoError, DataError
 from capo_megatron.rewards import build_reward
-from capo_megatron.rewards.text import unboxed
 from capo_megatron.types import Problem, Verdict
 
 _AT_A_TIME = 1000  # answers given to the grader together

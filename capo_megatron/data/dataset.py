@@ -63,10 +63,14 @@ def load_data(
 
 
 def load_problems(
-    paths: Sequence[str], config: DataConfig, tokenizer: PreTrainedTokenizerBase, instruction: str | None = None
+    paths: Sequence[str],
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    instruction: str | None = None,
+    published: bool = False,
 ) -> tuple[list[Problem], Mapping[str, int]]:
-    """The problems of files, e.g. of a benchmark, and how many were left out and why. Raises DataError."""
-    rows, dropped = _clean_rows(tuple(paths), config, "")
+    """The problems of files, and how many were left out and why. `published`: see `read_files`. Raises DataError."""
+    rows, dropped = _clean_rows(tuple(paths), config, "", published)
     problems, too_long = _problems(rows, config, tokenizer, "", instruction)
     return problems, dict(+(dropped + too_long))
 
@@ -82,9 +86,11 @@ def _task_data(config: DataConfig, tokenizer: PreTrainedTokenizerBase, seed: int
     return Data(train, validation, dict(+(dropped + more)))
 
 
-def _clean_rows(paths: tuple[str, ...], config: DataConfig, prefix: str) -> tuple[list[Row], Counter[str]]:
+def _clean_rows(
+    paths: tuple[str, ...], config: DataConfig, prefix: str, published: bool = False
+) -> tuple[list[Row], Counter[str]]:
     """The rows of files without duplicates (the first of them stays)."""
-    rows, dropped = read_files(paths, config)
+    rows, dropped = read_files(paths, config, published)
     if config.dedupe:
         first: dict[str, Row] = {}
         for row in rows:

@@ -10,19 +10,24 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from difflib import get_close_matches
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from capo_megatron.answers import boxed_answer
 from capo_megatron.config import DataConfig
 from capo_megatron.errors import DataError
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
 TOLERATED = 0.01  # share of a file's rows that may lack an answer
+
+# Under which public benchmarks have their problems and answers. A solution is asked only for the box in it.
+PROBLEM_COLUMNS = ("problem", "question", "prompt")
+ANSWER_COLUMNS = ("answer", "final_answer", "expected_answer", "solution")
 
 _Placed = tuple[str, Mapping[str, Any]]  # where a record stands, and the record
 
@@ -39,8 +44,11 @@ class Row:
     perturbed: tuple[str, ...] = ()  # other wordings of the problem, where a column for them was asked for
 
 
-def read_files(paths: tuple[str, ...], config: DataConfig) -> tuple[list[Row], Counter[str]]:
+def read_files(paths: tuple[str, ...], config: DataConfig, published: bool = False) -> tuple[list[Row], Counter[str]]:
     """All rows of `paths` in order, and how many were left out for having no answer.
+
+    `published` also takes files as public benchmarks come: where one lacks the config's columns, it may have those of
+    PROBLEM_COLUMNS and ANSWER_COLUMNS.
 
     Public sets have a few rows whose answer is null or empty. Up to `TOLERATED` of a file's rows may be so and are left
     out and counted; with more of them it is probably the wrong column, and the first one is reported. Raises DataError.
@@ -50,13 +58,14 @@ def read_files(paths: tuple[str, ...], config: DataConfig) -> tuple[list[Row], C
         raise DataError("'': not a problem file, the name is empty. Give a path, e.g. problems.jsonl.")
     files = list(map(Path, paths))
     for path, source in zip(files, _sources(files), strict=True):
-        read = {place: _row(record, config, place, source) for place, record in _records(path, config)}
+        columns = _published_columns(path, config) if published else config
+        read = {place: _row(record, columns, place, source) for place, record in _records(path, columns)}
         if not read:
             raise DataError(f"{path}: no problems in this file. Remove it from the data section, or fill it.")
         blank = [place for place, row in read.items() if row is None]
         if len(blank) > TOLERATED * len(read):
             raise DataError(
-                f"{blank[0]}: {config.answer_column} is empty ({len(blank)} of {len(read)} rows; up to "
+                f"{blank[0]}: {columns.answer_column} is empty ({len(blank)} of {len(read)} rows; up to "
                 f"{TOLERATED:.0%} would be left out). Fill it, or set data.answer_column."
             )
         rows += [row for row in read.values() if row is not None]
@@ -68,13 +77,15 @@ def answer_text(value: object, place: str) -> str:
     """The reference answer as plain text.
 
     Text keeps its form ("025" stays "025"). Numbers are written out without exponent, and integral ones without a
-    fraction: 27.0 is "27". A list of one answer is that answer; several are joined by ", ", as in "69, 84".
-    "" is no answer. Raises DataError on anything else.
+    fraction: 27.0 is "27". A list of one answer is that answer; several are joined by ", ", as in "69, 84". Of a
+    solution that ends in a line "#### 18", as GSM8K's do, 18 is the answer. "" is no answer. Raises DataError on
+    anything else.
     """
     if value is None:
         return ""
     if isinstance(value, str):
-        return value.strip()
+        last = value.rstrip().rpartition("\n")[2]
+        return last.removeprefix("####").strip() if last.startswith("####") else value.strip()
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if isinstance(value, float | Decimal) and math.isfinite(value):
@@ -124,12 +135,42 @@ def _row(record: Mapping[str, Any], config: DataConfig, place: str, source: str)
     if not problem.strip():
         raise DataError(f"{place}: {config.prompt_column} is empty. Give a problem, or remove the row.")
     text = answer_text(answer, place)
+    if config.answer_column == "solution":
+        text = boxed_answer(text) or ""
     _check_characters(problem, config.prompt_column, place)
     _check_characters(text, config.answer_column, place)
     name = "" if config.id_column is None else _id(_column(record, config.id_column, "id_column", place), place)
     other = config.perturbed_column
     perturbed = () if other is None else _wordings(_column(record, other, "perturbed_column", place), other, place)
     return Row(problem, text, name, source, place, perturbed) if text else None
+
+
+def _published_columns(path: Path, config: DataConfig) -> DataConfig:
+    """`config` with the columns under which this file has problems and answers."""
+    found = _names(path, config)
+
+    def choose(configured: str, others: tuple[str, ...]) -> str:
+        known = configured.split(".")[0] in found or configured in found
+        return configured if known else next((name for name in others if name in found), configured)
+
+    return replace(
+        config,
+        prompt_column=choose(config.prompt_column, PROBLEM_COLUMNS),
+        answer_column=choose(config.answer_column, ANSWER_COLUMNS),
+    )
+
+
+def _names(path: Path, config: DataConfig) -> set[str]:
+    """The columns of a file's first record."""
+    if path.suffix != ".parquet":
+        return set(next((record for _, record in _records(path, config)), {}))
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    try:
+        return set(pyarrow.parquet.read_schema(path).names)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path}: damaged or not a parquet file ({str(error).splitlines()[0]}).") from error
 
 
 def _wordings(value: object, column: str, place: str) -> tuple[str, ...]:

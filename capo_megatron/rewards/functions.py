@@ -9,11 +9,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from capo_megatron.answers import boxed_answer, collapsed
 from capo_megatron.config import RewardConfig
 from capo_megatron.errors import ConfigError, RewardError
 from capo_megatron.rewards.pool import WorkerPool
 from capo_megatron.rewards.scorers import gym_answer
-from capo_megatron.rewards.text import boxed_answer, collapsed
 from capo_megatron.seams import RewardFunction
 from capo_megatron.types import Grade, Problem, Verdict
 

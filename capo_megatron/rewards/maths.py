@@ -38,7 +38,7 @@ import sympy
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 
-from capo_megatron.rewards.text import boxed_answer, same_text, unboxed
+from capo_megatron.answers import boxed_answer, same_text, unboxed
 
 CORRECT, WRONG, UNPARSEABLE = "correct", "wrong", "unparseable"
 

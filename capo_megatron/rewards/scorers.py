@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from capo_megatron.answers import boxed_answer
 from capo_megatron.errors import RewardError
-from capo_megatron.rewards.text import boxed_answer
 
 Reply = tuple[str, float, str | None, dict[str, float]]
 Scorer = Callable[[Any], Reply]

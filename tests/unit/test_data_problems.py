@@ -86,10 +86,43 @@ def test_dotted_columns_look_into_objects_and_lists(tmp_path: Path) -> None:
         ("  ", ""),
         ([], ""),
         (["1", ""], ""),
+        ("She sells 9.\n9 * 2 = 18\n#### 18", "18"),
+        ("#### 1,000 ", "1,000"),
     ],
 )
 def test_answers_become_the_plain_text_a_grader_needs(value: object, text: str) -> None:
     assert answer_text(value, "here") == text
+
+
+@pytest.mark.parametrize(
+    ("row", "problem", "answer"),
+    [
+        ({"problem": "p", "answer": "025"}, "p", "025"),  # AIME
+        ({"question": "p", "answer": 27.0}, "p", "27"),  # AMC
+        ({"question": "p", "final_answer": ["2"], "answer_type": "Numerical"}, "p", "2"),  # OlympiadBench
+        (
+            {"problem": "p", "solution": "so \\boxed{4.5e33} or, better, \\boxed{\\frac{1}{2}}"},
+            "p",
+            "\\frac{1}{2}",
+        ),  # Minerva
+        ({"question": "p", "answer": "9 * 2 = 18\n#### 18"}, "p", "18"),  # GSM8K
+        ({"problem": "p", "question": "q", "answer": "1", "solution": "\\boxed{2}"}, "p", "1"),
+    ],
+)
+def test_public_benchmarks_are_read_as_they_come(
+    tmp_path: Path, row: dict[str, object], problem: str, answer: str
+) -> None:
+    for file in (write_lines(tmp_path / "x.jsonl", [row]), write_parquet(tmp_path / "x.parquet", [row])):
+        (read,), _ = read_files((file,), DataConfig(), published=True)
+        assert (read.problem, read.answer) == (problem, answer)
+
+
+def test_files_for_training_need_the_columns_that_the_config_names(tmp_path: Path) -> None:
+    file = write_lines(tmp_path / "x.jsonl", [{"question": "p", "final_answer": "1"}])
+    with pytest.raises(DataError, match=r'no column "problem"'):
+        read_files((file,), DataConfig())
+    with pytest.raises(DataError, match=r'no column "problem"'):
+        read_files((write_lines(tmp_path / "y.jsonl", [{"text": "p", "answer": "1"}]),), DataConfig(), published=True)
 
 
 @pytest.mark.parametrize("value", [True, float("nan"), float("inf"), {"x": 1}, [{"x": 1}], b"1"])

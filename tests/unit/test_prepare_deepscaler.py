@@ -76,11 +76,14 @@ def test_each_problem_is_in_one_file_once_if_it_can_be_graded(suffix: str, tmp_p
     assert (len(train), len(validation)) == (30, 10)
     assert set(train + validation) == {(row["problem"], row["answer"]) for row in ROWS}
     assert train != sorted(train), "shuffled"
-    again = run(source, tmp_path / "again", "--train", "30", "--validation", "10")
-    assert again.returncode == 0
-    assert problems(tmp_path / "again" / "train.jsonl") == train
-    assert run(source, tmp_path / "other", "--train", "30", "--validation", "10", "--seed", "1").returncode == 0
-    assert problems(tmp_path / "other" / "train.jsonl") != train
+
+
+def test_the_seed_alone_decides_which_problems_are_taken(tmp_path: Path, run: Run) -> None:
+    source, taken = written(tmp_path / "rows.jsonl", ROWS), {}
+    for name, seed in {"first": "0", "again": "0", "other": "1"}.items():
+        assert run(source, tmp_path / name, "--train", "3", "--validation", "1", "--seed", seed).returncode == 0
+        taken[name] = problems(tmp_path / name / "train.jsonl")
+    assert taken["first"] == taken["again"] != taken["other"]
 
 
 def test_what_is_left_out_is_counted_and_too_few_problems_are_refused(tmp_path: Path, run: Run) -> None:

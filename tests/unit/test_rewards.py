@@ -14,11 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from capo_megatron.answers import boxed_answer
 from capo_megatron.config import RewardConfig
 from capo_megatron.errors import ConfigError, RewardError
 from capo_megatron.rewards import build_reward, maths, scorers
 from capo_megatron.rewards.functions import grade_exact, grade_task
-from capo_megatron.rewards.text import boxed_answer
 from capo_megatron.seams import RewardFunction
 from capo_megatron.types import Problem, Verdict
 
