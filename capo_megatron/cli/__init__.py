@@ -1,4 +1,4 @@
-"""The command line: `capo-megatron train | sample | eval | check | convert | doctor`.
+"""The command line: `capo-megatron train | sample | eval | metrics | calibrate | check | convert | doctor`.
 
 Exit codes: 0 done; 2 an error that the user can mend (one line on stderr); 1 a bug (traceback); 128 + n ended by signal
 n, e.g. 143 after SIGTERM, on which training finishes its step and saves (as on Ctrl-C and on a closed terminal), or 137
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from capo_megatron.cli.arguments import say, starts_ranks, whole_number
 from capo_megatron.cli.convert import add_convert
+from capo_megatron.cli.evaluation import add_evaluation
 from capo_megatron.errors import CapoError, ConfigError
 from capo_megatron.launch import (
     ENDED_BY,
@@ -112,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add_convert(commands.add_parser("convert", help=(what := "weights between formats, checked"), description=what))
 
+    add_evaluation(command)
     command("doctor", _doctor, "show versions and devices; exit 2 on a combination known to be bad")
     return parser
 
