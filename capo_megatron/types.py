@@ -289,4 +289,6 @@ class EvalRecord:
     truncated: bool
     model: str
     step: int
-    schema: int = 1
+    schema: int = 2
+    lowest_logprobs: tuple[float, ...] | None = None  # of the least likely tokens, ascending; as many as are wanted
+    stated_confidence: float | None = None  # in [0, 1], as the model says it, or read from its choice probabilities

@@ -37,6 +37,7 @@ __all__ = [
     "brier",
     "calibration_errors",
     "cluster_answers",
+    "coverage_at_precision",
     "excess_aurc",
     "expected_accuracy",
     "mean_at_k",
@@ -220,6 +221,16 @@ def precision_at_coverage(confidence: ArrayLike, correct: ArrayLike, coverage: f
         return _undefined("precision_at_coverage", "no answer has a confidence")
     count = max(int(np.ceil(coverage * len(value) - 1e-9)), 1)  # 0.7 * 10 is a little above 7
     return float(_expected_hits(value, right)[count - 1] / count)
+
+
+def coverage_at_precision(confidence: ArrayLike, correct: ArrayLike, precision: float) -> float:
+    """The largest coverage of a threshold whose precision is at least this; 0 if no threshold reaches it."""
+    if not 0 < precision <= 1:
+        raise ConfigError(f"coverage_at_precision: precision={precision}: must be above 0 and at most 1.")
+    _, coverage, reached = precision_coverage(confidence, correct)
+    if not len(coverage):
+        return _undefined("coverage_at_precision", "no answer has a confidence")
+    return float(coverage[reached >= precision - 1e-12].max(initial=0.0))
 
 
 def aurc(confidence: ArrayLike, correct: ArrayLike) -> float:

@@ -66,8 +66,8 @@ class Comparison:
             "±: standard error over questions."
         )
         pair_header = ["paired AUC-mean", "questions", "AUC of both", "difference (95 % bootstrap interval)"]
-        pairs = _markdown(pair_header, [_pair_row(pair) for pair in self.pairs])
-        return f"{_markdown(header, rows)}\n\n{legend}\n\n{pairs}"
+        pairs = markdown(pair_header, [_pair_row(pair) for pair in self.pairs])
+        return f"{markdown(header, rows)}\n\n{legend}\n\n{pairs}"
 
     def _pair(self, first: str, second: str) -> Pair | None:
         return next((pair for pair in self.pairs if (pair.first, pair.second) == (first, second)), None)
@@ -133,7 +133,7 @@ def _number(value: float, sign: str = "") -> str:
     return "undefined" if math.isnan(value) else f"{value:{sign}.3f}"
 
 
-def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table whose columns line up, the first to the left and the others to the right."""
     cells = [[cell.replace("|", "\\|") for cell in row] for row in (header, *rows)]
     widths = [max(3, *(len(row[column]) for row in cells)) for column in range(len(header))]

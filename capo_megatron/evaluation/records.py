@@ -1,4 +1,11 @@
-"""Evaluation records: one JSON line per graded response (schema 1, `types.EvalRecord`), and the numbers they add up to.
+"""Evaluation records: one JSON line per graded response (`types.EvalRecord`), and the numbers they add up to.
+
+    question, benchmark, sample, model, step    what was asked, which of its samples this is, and who answered
+    prompt, response, extracted, answer         texts; `extracted` null where no answer could be read
+    correct, verdict                            what the grader says; correct is true iff the verdict is "correct"
+    tokens, truncated, logprob_sum              length with the end token; nats at temperature 1, null if unknown
+    lowest_logprobs, stated_confidence          optional, since schema 2; see `types.EvalRecord`
+    schema                                      2; files of schema 1 are read as well
 
 What counts where:
 
@@ -13,7 +20,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -30,37 +37,51 @@ from capo_megatron.evaluation.calibration import (
     pass_at_k,
     pooled_auc,
 )
-from capo_megatron.runlog import read_rows, to_json, write_text
+from capo_megatron.runlog import each_row, to_json, write_text
 from capo_megatron.types import EvalRecord, Verdict
 
-SCHEMA = 1
+SCHEMAS = (1, 2)  # that can be read; `EvalRecord.schema` is the one that is written
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "str": str,
     "int": int,
     "bool": bool,
     "float": (int, float),
     "str | None": (str, type(None)),
+    "float | None": (int, float, type(None)),
+    "tuple[float, ...] | None": (list, type(None)),
 }
+_OPTIONAL = ("lowest_logprobs", "stated_confidence")
 
 
 def write_records(path: Path, records: Iterable[EvalRecord]) -> None:
     """Replace `path` by these records, one JSON object a line; an absent log-prob is null. Raises CapoError."""
-    names = [spec.name for spec in fields(EvalRecord)]
-    lines = [to_json({name: getattr(record, name) for name in names}) for record in records]
-    write_text(path, "".join(f"{line}\n" for line in lines))
+    write_text(path, "".join(f"{to_line(record)}\n" for record in records))
+
+
+def to_line(record: EvalRecord) -> str:
+    """The JSON of one record; optional fields that it lacks are left out."""
+    row = {spec.name: getattr(record, spec.name) for spec in fields(EvalRecord)}
+    return to_json({name: value for name, value in row.items() if value is not None or name not in _OPTIONAL})
 
 
 def read_records(path: Path) -> list[EvalRecord]:
-    """The records of a file. Raises DataError that names file and line if one is no record of schema 1."""
-    rows = read_rows(path)
-    if not rows:
+    """The records of a file. Raises DataError that names file and record if one does not fit the schema."""
+    records = list(each_record(path))
+    if not records:
         raise DataError(f"{path}: no records in it. Run an evaluation that writes some.")
-    return [_record(row, f"{path}: record {number}") for number, row in enumerate(rows, start=1)]
+    return records
+
+
+def each_record(path: Path) -> Iterator[EvalRecord]:
+    """The records of a file, one at a time. Raises what `read_records` raises, but for an empty file."""
+    for number, row in enumerate(each_row(path), start=1):
+        yield _record(row, f"{path}: record {number}")
 
 
 def _record(row: dict[str, Any], where: str) -> EvalRecord:
-    if row.get("schema", SCHEMA) != SCHEMA:
-        raise DataError(f"{where}: schema {row['schema']!r}, expected {SCHEMA}. It was written by another version.")
+    if row.get("schema", SCHEMAS[0]) not in SCHEMAS:
+        allowed = " or ".join(map(str, SCHEMAS))
+        raise DataError(f"{where}: schema {row['schema']!r}, expected {allowed}. It was written by another version.")
     values: dict[str, Any] = {}
     for spec in fields(EvalRecord):
         if spec.name not in row and spec.default is MISSING:
@@ -68,9 +89,11 @@ def _record(row: dict[str, Any], where: str) -> EvalRecord:
         value = row.get(spec.name, spec.default)
         if spec.name == "logprob_sum" and value is None:
             value = math.nan
-        if not isinstance(value, _TYPES[str(spec.type)]) or (isinstance(value, bool) and spec.type != "bool"):
+        numbers = not isinstance(value, list) or all(type(item) in (int, float) for item in value)
+        fits = isinstance(value, _TYPES[str(spec.type)]) and isinstance(value, bool) == (spec.type == "bool")
+        if not (fits and numbers):
             raise DataError(f"{where}: {spec.name}={value!r}, expected {spec.type}.")
-        values[spec.name] = value
+        values[spec.name] = tuple(value) if isinstance(value, list) else value
     return EvalRecord(**values)
 
 

@@ -24,12 +24,17 @@ from numpy.typing import ArrayLike, NDArray
 from capo_megatron.errors import ConfigError, ShapeError
 
 Answer = TypeVar("Answer", bound=Hashable)
+Floats = NDArray[np.float64]
 Method = Literal["sc", "ppl", "pc", "rpc"]
 
 FEWEST_TO_PRUNE = 5  # a mixture of five parameters says nothing of fewer responses
 TIE = 1e-12  # relative difference below which two masses are equal: sums of the same numbers in another order
 MIXTURE_START = (0.5, 1.0, 1.0, 1.5, 2.0)  # weight, shape 1, scale 1, shape 2, scale 2
-MIXTURE_BOUNDS = ((0.2, 0.8), (0.01, None), (0.01, None), (0.01, None), (0.01, None))
+WEIGHT_BOUNDS = (0.2, 0.8)
+LEAST = 0.01  # that a shape or scale may be
+_MOST_STEPS, _MOST_TRIALS = 100, 12  # of a fit, and of a line search
+_LONGEST = 3.0  # step of a coordinate, of which one unit is a factor of e
+_FLAT = 1e-5  # steepest gradient at a maximum
 
 
 def cluster_answers(answer: Sequence[Answer | None], equal: Callable[[Answer, Answer], bool]) -> list[Answer | None]:
@@ -87,7 +92,7 @@ def answer_mass(
     return {item: combine(own.values()) for item, own in parts.items()}
 
 
-def _probabilities(mean_logprob: ArrayLike) -> NDArray[np.float64]:
+def _probabilities(mean_logprob: ArrayLike) -> Floats:
     """exp(mean log-prob), 0.0 for NaN. Raises ShapeError above 0 nats, but for rounding."""
     logs = np.asarray(mean_logprob, dtype=np.float64)
     if (logs > 1e-3).any():
@@ -124,67 +129,147 @@ def rpc_keep(prob: ArrayLike) -> NDArray[np.bool_]:
 
     A mixture of two Weibull distributions is fitted to p by maximum likelihood. A response is dropped iff it belongs
     rather to the component with the smaller mean and p is below the mean of all. Nothing is dropped if all p are equal,
-    if there are fewer than five, or if the fit fails.
+    if there are fewer than five, or if the fit fails. The likelihood of so few points has several maxima; found is the
+    one that BFGS reaches from `MIXTURE_START`, which another optimizer may miss.
     """
     value = np.asarray(prob, dtype=np.float64)
     if value.ndim != 1 or not ((value >= 0) & (value <= 1)).all():
         raise ShapeError("prob: expected one probability in [0, 1] per response. Log-probs need exp() first.")
-    if len(value) < FEWEST_TO_PRUNE or value.min() == value.max():
-        return np.ones(len(value), dtype=bool)
-    fitted = _fit_mixture(value)
-    if fitted is None:
-        return np.ones(len(value), dtype=bool)
-    high = mixture_membership(value, *fitted)
-    return ~((high < 0.5) & (value < value.mean()))  # NaN keeps
+    return keep_matrix(value[None])[0]
+
+
+def keep_matrix(prob: Floats) -> NDArray[np.bool_]:
+    """[Q, N] bool: `rpc_keep` of the rows of [Q, N] probabilities, all at once."""
+    keep = np.ones(prob.shape, dtype=bool)
+    if prob.shape[1] < FEWEST_TO_PRUNE:
+        return keep
+    varied = np.flatnonzero(prob.min(axis=1) < prob.max(axis=1))
+    value = prob[varied]
+    mixtures = _fit(_log(value))
+    mixtures[~np.isfinite(mixtures).all(axis=1)] = MIXTURE_START
+    high = _memberships(value, mixtures)
+    keep[varied] = ~((high < 0.5) & (value < value.mean(axis=1, keepdims=True)))  # NaN keeps
+    return keep
 
 
 def mixture_membership(
     prob: ArrayLike, weight: float, shape_1: float, scale_1: float, shape_2: float, scale_2: float
-) -> NDArray[np.float64]:
+) -> Floats:
     """[N] probability that each response belongs to the component with the larger mean, scale * Gamma(1 + 1/shape)."""
     value = np.asarray(prob, dtype=np.float64)
-    parts = _Components(np.array([weight, shape_1, scale_1, shape_2, scale_2]), _log(value)).parts
-    share = np.exp(parts[0] - np.logaddexp(parts[0], parts[1]))
-    first_is_high = math.log(scale_1) + math.lgamma(1 + 1 / shape_1) >= math.log(scale_2) + math.lgamma(1 + 1 / shape_2)
-    return share if first_is_high else 1 - share
+    return _memberships(value[None], np.array([[weight, shape_1, scale_1, shape_2, scale_2]]))[0]
 
 
-class _Components:
-    """The two weighted Weibull densities at N points, given the points' logarithms.
+def _memberships(value: Floats, mixtures: Floats) -> Floats:
+    """[Q, N] probability of the component with the larger mean. `mixtures` [Q, 5] as `MIXTURE_START`."""
+    share = _Densities(mixtures, _log(value)).share
+    shape, scale = mixtures[:, 1::2], mixtures[:, 2::2]
+    mean = np.log(scale) + np.vectorize(math.lgamma, otypes=[float])(1 + 1 / shape)
+    return np.where(mean[:, :1] >= mean[:, 1:], share[:, 0], share[:, 1])
+
+
+class _Densities:
+    """The two weighted Weibull densities of Q mixtures at N points each, given the points' logarithms [Q, N].
 
     log(w_c f_c(x)) = log(w_c k_c / s_c) + (k_c - 1) log(x / s_c) - (x / s_c)^k_c
     """
 
-    def __init__(self, params: NDArray[np.float64], logs: NDArray[np.float64]) -> None:
-        self.weight = np.array([[params[0]], [1 - params[0]]])
-        self.shape, self.scale = params[1::2, None], params[2::2, None]
-        self.ratio = logs - np.log(self.scale)  # [2, N]
-        self.power = np.exp(np.minimum(self.shape * self.ratio, 700.0))
-        self.parts = np.log(self.weight * self.shape / self.scale) + (self.shape - 1) * self.ratio - self.power
+    def __init__(self, mixtures: Floats, logs: Floats) -> None:
+        self.weight = np.stack([mixtures[:, 0], 1 - mixtures[:, 0]], axis=1)  # [Q, 2], as shape and scale
+        self.shape, self.scale = mixtures[:, 1::2], mixtures[:, 2::2]
+        self.ratio = logs[:, None] - np.log(self.scale)[:, :, None]  # [Q, 2, N]
+        self.power = np.exp(np.minimum(self.shape[:, :, None] * self.ratio, 700.0))
+        front = np.log(self.weight * self.shape / self.scale)[:, :, None]
+        parts = front + (self.shape[:, :, None] - 1) * self.ratio - self.power
+        top = parts.max(axis=1, keepdims=True)
+        self.share = np.exp(parts - top)  # [Q, 2, N] of each component
+        total = self.share.sum(axis=1, keepdims=True)
+        self.share /= total
+        self.nll = -(top + np.log(total)).sum(axis=(1, 2))  # [Q]
+
+    def gradient(self) -> Floats:
+        """[Q, 5] of `nll` in weight, shape 1, scale 1, shape 2, scale 2."""
+        by_weight = self.share.sum(axis=2) / self.weight
+        by_shape = (self.share * (1 / self.shape[:, :, None] + self.ratio * (1 - self.power))).sum(axis=2)
+        by_scale = (self.share * (self.power - 1)).sum(axis=2) * self.shape / self.scale
+        columns = (by_weight[:, 0] - by_weight[:, 1], by_shape[:, 0], by_scale[:, 0], by_shape[:, 1], by_scale[:, 1])
+        return -np.stack(columns, axis=1)
 
 
-def _log(value: NDArray[np.float64]) -> NDArray[np.float64]:
+def _log(value: Floats) -> Floats:
     return np.log(np.maximum(value, 1e-300))
 
 
-def _fit_mixture(value: NDArray[np.float64]) -> tuple[float, ...] | None:
-    """(weight, shape 1, scale 1, shape 2, scale 2) at a maximum of the likelihood, or None if none was found."""
-    from scipy.optimize import minimize  # takes a third of a second to import, and only RPC needs it
-
-    with np.errstate(all="ignore"):  # a line search may leave the range of floats and come back
-        found = minimize(
-            _mixture_nll, MIXTURE_START, (_log(value),), method="L-BFGS-B", jac=True, bounds=MIXTURE_BOUNDS
-        )
-    return tuple(map(float, found.x)) if np.isfinite(found.x).all() and np.isfinite(found.fun) else None
+def _bounded(free: Floats) -> tuple[Floats, Floats]:
+    """([Q, 5] mixtures within their bounds, their derivatives) for coordinates that may be anything."""
+    low, high = WEIGHT_BOUNDS
+    sigmoid, above = 1 / (1 + np.exp(-free[:, :1])), np.exp(free[:, 1:])
+    mixtures = np.concatenate([low + (high - low) * sigmoid, LEAST + above], axis=1)
+    return mixtures, np.concatenate([(high - low) * sigmoid * (1 - sigmoid), above], axis=1)
 
 
-def _mixture_nll(params: NDArray[np.float64], logs: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
-    """Negative log-likelihood of the mixture at points with these logarithms, and its gradient."""
-    c = _Components(params, logs)
-    total = np.logaddexp(c.parts[0], c.parts[1])
-    share = np.exp(c.parts - total)
-    by_weight = share.sum(axis=1) / c.weight[:, 0]
-    by_shape = (share * (1 / c.shape + c.ratio * (1 - c.power))).sum(axis=1)
-    by_scale = (share * (c.power - 1) * c.shape / c.scale).sum(axis=1)
-    gradient = [by_weight[0] - by_weight[1], by_shape[0], by_scale[0], by_shape[1], by_scale[1]]
-    return -float(total.sum()), -np.array(gradient)
+def _objective(free: Floats, logs: Floats) -> tuple[Floats, Floats]:
+    mixtures, slope = _bounded(free)
+    densities = _Densities(mixtures, logs)
+    return densities.nll, densities.gradient() * slope
+
+
+def _fit(logs: Floats) -> Floats:
+    """[Q, 5] mixtures at a maximum of the likelihood of each row of [Q, N] logarithms.
+
+    BFGS with a backtracking line search, of all rows side by side: a tenth to a hundredth of the time of one by one.
+    """
+    weight, *others = MIXTURE_START
+    low, high = WEIGHT_BOUNDS
+    start = [math.log((weight - low) / (high - weight)), *(math.log(value - LEAST) for value in others)]
+    point = np.tile(start, (len(logs), 1))
+    with np.errstate(all="ignore"):  # a long step may leave the range of floats, and is then shortened
+        value, slope = _objective(point, logs)
+        inverse = np.eye(5) / np.maximum(np.linalg.norm(slope, axis=1), 1.0)[:, None, None]
+        going = np.arange(len(logs))
+        for _ in range(_MOST_STEPS):
+            if not len(going):
+                break
+            before = point[going], value[going], slope[going]
+            after = _line_search(*before, inverse[going], logs[going])
+            inverse[going] = _updated(inverse[going], after[0] - before[0], after[2] - before[2])
+            point[going], value[going], slope[going] = after
+            gain = before[1] - after[1]
+            going = going[(np.abs(after[2]).max(axis=1) > _FLAT) & (gain > _FLAT**2 * np.abs(before[1]))]
+    return _bounded(point)[0]
+
+
+def _line_search(
+    point: Floats, value: Floats, slope: Floats, inverse: Floats, logs: Floats
+) -> tuple[Floats, Floats, Floats]:
+    """The (point, value, slope) that each row goes to: downhill by Armijo's rule, or nowhere."""
+    direction = -np.einsum("qij,qj->qi", inverse, slope)
+    fall = (direction * slope).sum(axis=1)
+    uphill = ~(fall < 0)
+    direction[uphill], fall[uphill] = -slope[uphill], -(slope[uphill] ** 2).sum(axis=1)
+    step = np.minimum(1.0, _LONGEST / np.maximum(np.abs(direction).max(axis=1), 1e-30))
+    found = point.copy(), value.copy(), slope.copy()
+    left = np.arange(len(point))
+    for _ in range(_MOST_TRIALS):
+        tried = point[left] + step[left, None] * direction[left]
+        reached, steepness = _objective(tried, logs[left])
+        good = reached <= value[left] + 1e-4 * step[left] * fall[left]
+        for old, new in zip(found, (tried, reached, steepness), strict=True):
+            old[left[good]] = new[good]
+        left = left[~good]
+        step[left] *= 0.3
+        if not len(left):
+            break
+    return found
+
+
+def _updated(inverse: Floats, moved: Floats, turned: Floats) -> Floats:
+    """[Q, 5, 5] BFGS update of inverse Hessians by steps and changes of the gradient; none where it would not fit."""
+    curvature = (moved * turned).sum(axis=1)
+    fits = curvature > 1e-10
+    rho = np.divide(1.0, curvature, out=np.zeros_like(curvature), where=fits)
+    image = np.einsum("qij,qj->qi", inverse, turned)
+    stretch = rho * (1 + rho * (turned * image).sum(axis=1))
+    cross = rho[:, None, None] * image[:, :, None] * moved[:, None, :]
+    grown = stretch[:, None, None] * moved[:, :, None] * moved[:, None, :]
+    return np.where(fits[:, None, None], inverse + grown - cross - cross.transpose(0, 2, 1), inverse)

@@ -1,6 +1,6 @@
 """What a run writes for people, and where it came from."""
 
-from capo_megatron.runlog.files import check_writable, make_folder, read_rows, to_json, write_text, writing
+from capo_megatron.runlog.files import check_writable, each_row, make_folder, read_rows, to_json, write_text, writing
 from capo_megatron.runlog.log import Phase, RunLog
 from capo_megatron.runlog.provenance import PACKAGES, installed, provenance
 from capo_megatron.runlog.trackers import require_packages
@@ -10,6 +10,7 @@ __all__ = [
     "Phase",
     "RunLog",
     "check_writable",
+    "each_row",
     "installed",
     "make_folder",
     "provenance",

@@ -121,25 +121,25 @@ def to_json(row: Mapping[str, Any]) -> str:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a jsonl file such as metrics.jsonl. A last line that a crash left torn is dropped.
+    """The rows of a jsonl file such as metrics.jsonl, see `each_row`."""
+    return list(each_row(path))
+
+
+def each_row(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a jsonl file, one at a time. A last line that a crash left torn is dropped.
 
     Raises DataError if the file cannot be read or another line is no JSON object.
     """
     try:
-        lines = path.read_bytes().split(b"\n")
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                row = _parse(line) if line.strip() else None
+                if row is not None:
+                    yield row
+                elif line.strip() and line.endswith(b"\n"):
+                    raise DataError(f"{path}:{number}: not a JSON object: {line[:60].rstrip()!r}. Remove the line.")
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}.") from error
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        row = _parse(line)
-        if row is None and number == len(lines):
-            break
-        if row is None:
-            raise DataError(f"{path}:{number}: not a JSON object: {line[:60]!r}. Remove the line.")
-        rows.append(row)
-    return rows
 
 
 def keep_rows(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> None:

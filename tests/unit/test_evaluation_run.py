@@ -87,7 +87,7 @@ def test_there_is_one_record_per_response_with_its_question(records):
     assert [(item.question, item.sample) for item in records] == [
         (f"problem-{question}", sample) for question in range(7) for sample in range(3)
     ]
-    assert {(item.model, item.step, item.schema) for item in records} == {("tiny", 12, 1)}
+    assert {(item.model, item.step, item.schema) for item in records} == {("tiny", 12, 2)}
     for item in records:
         shown = item.response.split()
         assert item.tokens == len(shown) + (not item.truncated), "the stop token counts and is not shown"
@@ -158,6 +158,8 @@ RECORDS = st.builds(
     truncated=st.booleans(),
     model=TEXT,
     step=st.integers(0, 99),
+    lowest_logprobs=st.none() | st.lists(st.floats(max_value=0, allow_infinity=False), max_size=4).map(tuple),
+    stated_confidence=st.none() | st.floats(0, 1),
 )
 
 
@@ -176,10 +178,20 @@ def test_an_absent_logprob_is_null_in_the_file_and_nan_in_memory(tmp_path):
     assert math.isnan(read_records(path)[0].logprob_sum)
 
 
+def test_records_of_schema_1_are_still_read(tmp_path):
+    path = tmp_path / "records.jsonl"
+    write_records(path, [record()])
+    row = json.loads(path.read_text())
+    assert not {"lowest_logprobs", "stated_confidence"} & set(row), "optional, so absent"
+    path.write_text(json.dumps(row | {"schema": 1}))
+    assert read_records(path) == [record(schema=1)]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema": 2}, "record 1: schema 2, expected 1"),
+        ({"schema": 3}, "record 1: schema 3, expected 1 or 2"),
+        ({"stated_confidence": "high"}, "record 1: stated_confidence='high', expected float | None"),
         ({"tokens": None}, "record 1: tokens=None, expected int"),
         ({"tokens": True}, "record 1: tokens=True, expected int"),
         ({"correct": 1}, "record 1: correct=1, expected bool"),
