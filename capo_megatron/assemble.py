@@ -256,8 +256,8 @@ def run_sampling(config: RunConfig, request: SamplingRequest, say: Say) -> None:
         said = _by_first_rank(say, team)
         engine = model.base_engine(team, said) if request.base else model.trained_engine(team, request.step)[0]
         mine = [found[index] for index in share_of(len(found), engine.share)]
-        parts = gather_or_raise(team, lambda: engine.generate(mine, request.samples, model.sampling))
-        groups = [group for part in parts for group in part]
+        parts = gather_or_raise(team, lambda: (engine.share, engine.generate(mine, request.samples, model.sampling)))
+        groups = [group for _, part in sorted(dict(parts).items()) for group in part]  # ranks may have the same share
         for problem, group in zip(found, groups, strict=True):
             for sample in group:
                 said(_printable(f"{problem.prompt}\n-> {sample.text}{' ...' if sample.truncated else ''}\n"))

@@ -113,7 +113,9 @@ class Model:
         """The engine of these very ranks. Collective."""
         dtype, rollout = self.config.model.dtype, self.config.rollout
         if rollout.engine == "vllm":
-            return vllm.VllmEngine(self.shape, self.tokenizer, dtype, rollout.vllm, team.rank, team.size)
+            return vllm.VllmEngine(
+                self.shape, self.tokenizer, dtype, rollout.vllm, team.rank, team.size, rollout.retries
+            )
         described = hf_config(self.shape, dtype)
         config = AutoConfig.for_model(described.pop("model_type"), **described)
         share = (team.rank, team.size)

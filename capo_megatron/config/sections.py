@@ -173,6 +173,8 @@ class RolloutConfig:
     accept_truncated_sampling: bool = False  # allow top_p < 1 or top_k > 0 although trained log-probs are of all tokens
     stop: tuple[Name, ...] = ()  # single-token strings besides the tokenizer's end-of-sequence
     batch_size: Count = 256  # responses decoded together on a rank
+    retries: Whole = 2  # of a response on which the engine gave up; then it is left out of its group
+    max_dropped: Annotated[float, Ge(0), Lt(1)] = 0.05  # share of a step's responses left out before the run stops
     probe_rows: Whole = 4  # responses on which engine and policy are compared after every refit; 0 = off
     probe_tolerance: Positive | None = None  # largest median of exp|gap| - 1 before the run stops; default: by dtype
 

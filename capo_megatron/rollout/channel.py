@@ -33,7 +33,7 @@ SECRET = "CAPO_ENGINE_TOKEN"  # the environment variable
 _SHORTEST = 16  # characters of a secret
 _BEAT_S = 2.0
 _MOST_ASKED, _MOST_ANSWERED = 2**28, 2**32  # bytes
-_ATTEMPTS = 2  # a connection may break without a reason
+_ATTEMPTS, _AGAIN_S = 2, 1.0  # a connection may break without a reason
 
 
 def secret() -> bytes:
@@ -118,7 +118,7 @@ class Line:
             except (OSError, HTTPException) as error:
                 if attempt == _ATTEMPTS - 1:
                     raise self._lost(name, error) from error
-                time.sleep(1.0)
+                time.sleep(_AGAIN_S)
         raise AssertionError("the last attempt returns or raises")
 
     def _answer(self, name: str, body: bytes, deadline: float) -> Any:
@@ -248,7 +248,7 @@ class Desk:
     def port(self) -> int:
         return self._http.server_address[1]
 
-    def take(self, wait_s: float = _BEAT_S) -> Call | None:
+    def take(self, wait_s: float) -> Call | None:
         """The next call, or None if none comes in time."""
         try:
             call = self._queue.get(timeout=wait_s)

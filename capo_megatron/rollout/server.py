@@ -17,6 +17,8 @@ from capo_megatron.rollout.transfer import Group, Received, reach_store
 from capo_megatron.seams import RolloutEngine, SamplingParams, Team
 from capo_megatron.types import Problem
 
+_IDLE_S = 2.0  # after which rank 0 shows the others that it is there
+
 
 class EngineServer:
     """The engines of a server's ranks. All ranks do what rank 0 is asked for."""
@@ -50,7 +52,7 @@ class EngineServer:
         A CapoError is the answer to a call; anything else ends the server, which its caller notices at once.
         """
         while True:
-            call = desk.take() if desk is not None else None
+            call = desk.take(_IDLE_S) if desk is not None else None
             # Also without a call, now and then: the others would take silence for the loss of rank 0.
             order = (call.name, call.arguments) if call is not None else "end" if desk and ended() else None
             order = self._team.gather(order)[0]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
@@ -35,36 +36,47 @@ class Group:
         self, store: dist.Store, rank: int, size: int, backend: str, device: torch.device, patience_s: float
     ) -> None:
         """Collective. A broadcast that takes more than `patience_s` fails. Raises RolloutError if a rank is missing."""
-        self.rank, self.device, self._patience_s = rank, device, patience_s
+        self.device, self._backend, self._patience_s = device, backend, patience_s
+        make = _nccl if backend == "nccl" else _gloo
         try:
-            self._group = (
-                _nccl(store, rank, size, patience_s) if backend == "nccl" else _gloo(store, rank, size, patience_s)
-            )
+            self._group: Any = make(store, rank, size, patience_s)
         except RuntimeError as error:
-            raise RolloutError(
-                f"weights: trainer and engine server do not find each other over {backend}: {error}"
-            ) from error
+            raise RolloutError(f"weights: trainer and server do not meet over {backend}: {error}") from error
 
     def broadcast(self, tensor: Tensor, over: Callable[[], bool] = never) -> None:
-        """Give rank 0's tensor to all, unless the other side is known to be `over`. Raises RolloutError."""
+        """Give rank 0's tensor to all, unless the other side is known to be `over`. Raises RolloutError, and is closed.
+
+        A thread may be interrupted meanwhile: it looks again and again whether that is done.
+        """
+        if self._group is None:
+            raise RolloutError("weights: the connection between trainer and engine server was given up before.")
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
-        deadline = time.monotonic() + self._patience_s
+        deadline, why = time.monotonic() + self._patience_s, ""
         try:
             work = self._group.broadcast([tensor], options)
-            while not work.is_completed():
-                if over() or time.monotonic() > deadline:
-                    self.close()
-                    gone = "the other side has ended" if over() else f"it took more than {self._patience_s:g} s"
-                    raise RolloutError(f"weights: a broadcast was given up: {gone}.")
+            while not work.is_completed() and not why:
+                if over():
+                    why = "the other side has given up"
+                elif time.monotonic() > deadline:
+                    why = f"it took more than rollout.separate.silence_s={self._patience_s:g}"
                 time.sleep(_POLL_S)
-            work.wait()
+            if not why:
+                work.wait()
         except RuntimeError as error:
-            raise RolloutError(f"weights: a broadcast failed: {error}") from error
+            why = str(error)
+        if why:
+            work = None  # it holds the connections
+            self.close()
+            raise RolloutError(f"weights: a broadcast between trainer and engine server failed: {why}.")
 
     def close(self) -> None:
-        """Give up what is under way; the group is of no use any more."""
-        self._group.abort()
+        """Break the connections, so that the other side does not wait. The group is of no use any more."""
+        group, self._group = self._group, None
+        if group is not None and self._backend == "nccl":
+            group.abort()
+        # Gloo breaks them when the last reference goes, which first waits for what is under way.
+        threading.Thread(target=lambda _: None, args=(group,), daemon=True).start()
 
 
 def host_store(patience_s: float) -> dist.TCPStore:
