@@ -36,7 +36,7 @@ from capo_megatron.mcore.model import DTYPES
 from capo_megatron.mcore.runtime import Runtime
 from capo_megatron.model import Model
 from capo_megatron.rewards import build_reward
-from capo_megatron.rollout import vllm
+from capo_megatron.rollout import channel, vllm
 from capo_megatron.rollout.collect import share_of
 from capo_megatron.runlog import RunLog, check_writable, make_folder, require_packages
 from capo_megatron.seams import Algorithm, RewardFunction, Signal, Solo
@@ -164,8 +164,10 @@ def accept(config: RunConfig, world: int) -> Accepted:
 
 
 def _require_engine(config: RunConfig) -> None:
-    """Raise ConfigError unless the engine can be started here, which `check` does not ask for."""
-    if config.rollout.engine == "vllm":
+    """Raise ConfigError unless the engine can be started or reached from here, which `check` does not ask for."""
+    if config.rollout.placement == "separate":
+        channel.secret()
+    elif config.rollout.engine == "vllm":
         vllm.check_installed()
 
 
@@ -254,8 +256,8 @@ def run_sampling(config: RunConfig, request: SamplingRequest, say: Say) -> None:
         said = _by_first_rank(say, team)
         engine = model.base_engine(team, said) if request.base else model.trained_engine(team, request.step)[0]
         mine = [found[index] for index in share_of(len(found), engine.share)]
-        parts = gather_or_raise(team, lambda: engine.generate(mine, request.samples, model.sampling))
-        groups = [group for part in parts for group in part]
+        parts = gather_or_raise(team, lambda: (engine.share, engine.generate(mine, request.samples, model.sampling)))
+        groups = [group for _, part in sorted(dict(parts).items()) for group in part]  # ranks may have the same share
         for problem, group in zip(found, groups, strict=True):
             for sample in group:
                 said(_printable(f"{problem.prompt}\n-> {sample.text}{' ...' if sample.truncated else ''}\n"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
@@ -15,6 +16,7 @@ from capo_megatron.mcore.model import DTYPES, check_layout
 from capo_megatron.mcore.policy import MegatronPolicy
 from capo_megatron.mcore.runtime import Runtime
 from capo_megatron.rollout import vllm
+from capo_megatron.rollout.remote import RemoteEngine
 from capo_megatron.rollout.transformers import TransformersEngine
 from capo_megatron.seams import RolloutEngine, SamplingParams
 from capo_megatron.warmup import Base, Say
@@ -92,9 +94,28 @@ class Model:
 
     def engine(self, team: Runtime) -> RolloutEngine:
         """The configured engine for this shape, without weights; the ranks share the problems. Collective."""
+        rollout = self.config.rollout
+        if rollout.placement == "separate":
+            bucket = rollout.vllm.bucket_mib * 2**20
+            return RemoteEngine(rollout.separate, self.engine_identity(), self.tokenizer, team, bucket, team.device)
+        return self.local_engine(team)
+
+    def engine_identity(self) -> dict[str, Any]:
+        """In what a trainer and its engine servers have to agree: JSON values."""
+        config = self.config
+        return {
+            "model": self.shape.identity(),
+            "model.dtype": config.model.dtype,
+            "rollout.engine": config.rollout.engine,
+        }
+
+    def local_engine(self, team: Runtime) -> RolloutEngine:
+        """The engine of these very ranks. Collective."""
         dtype, rollout = self.config.model.dtype, self.config.rollout
         if rollout.engine == "vllm":
-            return vllm.VllmEngine(self.shape, self.tokenizer, dtype, rollout.vllm, team.rank, team.size)
+            return vllm.VllmEngine(
+                self.shape, self.tokenizer, dtype, rollout.vllm, team.rank, team.size, rollout.retries
+            )
         described = hf_config(self.shape, dtype)
         config = AutoConfig.for_model(described.pop("model_type"), **described)
         share = (team.rank, team.size)

@@ -158,7 +158,7 @@ class RolloutEngine(Protocol):
         """Of the weights it holds, -1 before the first load."""
 
     def generate(self, problems: Sequence[Problem], samples: int, params: SamplingParams) -> list[list[Sample]]:
-        """For each problem its `samples` responses."""
+        """For each problem its `samples` responses, without those on which the engine gave up for good."""
 
     def logprobs(
         self, sequences: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float

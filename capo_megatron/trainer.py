@@ -133,6 +133,7 @@ def _sample(config: RunConfig, parts: Parts, team: Team, step: int, version: int
             version=version,
             read=parts.algorithm.read,
             progress=step / config.train.steps,
+            max_dropped=config.rollout.max_dropped,
         )
         kept.append(found if keep is None else found.select([g for g in range(len(problems)) if keep(found.group(g))]))
         if sum(len(part.batch.problems) for part in kept) == wanted:

@@ -111,6 +111,9 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--benchmark", action="append", help="a problem file to evaluate on (may be repeated)")
     evaluate.add_argument("--output", type=Path, help="records file (default: eval/ in the run's folder)")
 
+    configured(engine := command("engine", _engine, "serve runs with rollout.placement=separate"), "CONFIG")
+    engine.add_argument("--listen", default="0.0.0.0:29600", metavar="HOST:PORT", help="default: %(default)s")
+
     add_convert(commands.add_parser("convert", help=(what := "weights between formats, checked"), description=what))
 
     add_evaluation(command)
@@ -173,6 +176,16 @@ def _eval(options: argparse.Namespace) -> int:
         name=options.target.resolve().name if _is_model(options.target) else None,
     )
     run_evaluation(config, request, say)
+    return 0
+
+
+def _engine(options: argparse.Namespace) -> int:
+    from capo_megatron.serving import load_alone, run_engine
+
+    config = load_alone(options.target, options.overrides, _ranks(options))
+    if starts_ranks(options):
+        return start_ranks(options.nproc, options.arguments)
+    run_engine(config, options.listen, say)
     return 0
 
 

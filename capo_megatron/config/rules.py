@@ -53,6 +53,14 @@ def _layout(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def _engine(config: RunConfig, world_size: int) -> Iterator[str]:
+    if config.rollout.placement == "separate":
+        yield from _servers(config, world_size)
+        return
+    if config.rollout.separate.servers:
+        yield (
+            f"rollout.separate.servers: {', '.join(config.rollout.separate.servers)} are named, and rollout.placement="
+            "colocated uses none. Set rollout.placement=separate, or remove them."
+        )
     tensor = config.rollout.vllm.tensor
     if config.rollout.engine == "vllm" and world_size % tensor:
         yield (
@@ -65,6 +73,25 @@ def _engine(config: RunConfig, world_size: int) -> Iterator[str]:
             "while they train, and a GPU runs two such conversations in an order of its own: they can wait for each "
             "other for ever. Use rollout.vllm.tensor=1, or rollout.async_steps=0."
         )
+
+
+def _servers(config: RunConfig, world_size: int) -> Iterator[str]:
+    servers = config.rollout.separate.servers
+    if not servers:
+        yield (
+            "rollout.separate.servers: missing. rollout.placement=separate needs the host:port of every engine server."
+        )
+    elif len(set(servers)) < len(servers):
+        yield f"rollout.separate.servers: {', '.join(servers)}: one is named twice. Name each once."
+    elif world_size % len(servers):
+        yield (
+            f"rollout.separate.servers: {_count(len(servers), 'server')} for {_count(world_size, 'trainer rank')}, "
+            "which are dealt out evenly. A server may have any number of ranks: put several engines behind one."
+        )
+    for server in servers:
+        host, colon, port = server.rpartition(":")
+        if not (host and colon and port.isdecimal() and 0 < int(port) < 2**16) or "/" in server or "@" in server:
+            yield f"rollout.separate.servers: got {server!r}, expected host:port, e.g. node1:29600."
 
 
 def _precision(config: RunConfig) -> Iterator[str]:
@@ -241,12 +268,24 @@ def describe_batch(config: RunConfig, world_size: int) -> list[str]:
         f"layout        {_count(world_size, 'rank')} = {layout}",
         f"rollout       {_count(rollout.prompts, 'prompt')} x {rollout.samples} samples = {responses:,} responses a "
         f"step, at most {rollout.max_tokens:,} tokens each",
+        *_placed(config, world_size),
         f"updates       {batches} = {_count(updates, 'optimizer step')} per rollout, {updates * train.steps:,} in all",
         f"mini-batch    {_count(rows, 'sequence')}, at most {rows * longest:,} tokens",
         f"data rank     {_count(share, 'sequence')} of a mini-batch, at most {share * longest:,} tokens",
         f"micro-batch   at most {train.micro_batch_tokens:,} tokens: {fitting:,} or more sequences, "
         f"at most {most} per data rank",
     ]
+
+
+def _placed(config: RunConfig, world_size: int) -> Iterator[str]:
+    separate = config.rollout.separate
+    if config.rollout.placement == "separate":
+        bucket, carried = config.rollout.vllm.bucket_mib, separate.backend or "nccl (gloo without GPUs)"
+        yield (
+            f"engines       {config.rollout.engine} at {', '.join(separate.servers)}, each for "
+            f"{_count(world_size // len(separate.servers), 'trainer rank')}; weights by {carried} in buckets of "
+            f"{bucket:,} MiB"
+        )
 
 
 def _count(number: int, thing: str) -> str:

@@ -131,7 +131,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class VllmConfig:
-    """vLLM inside the training processes, for rollout.engine: vllm."""
+    """vLLM inside the training processes, or inside those of an engine server, for rollout.engine: vllm."""
 
     tensor: Count = 1  # ranks that share an engine and cut its weights between them
     memory_fraction: Annotated[float, Gt(0), Lt(1)] = 0.5  # of the GPU, for weights and KV cache while it samples
@@ -142,11 +142,24 @@ class VllmConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SeparateConfig:
+    """Engine servers, for rollout.placement: separate. Each is started by `capo-megatron engine` with this config."""
+
+    servers: tuple[Name, ...] = ()  # host:port of each, as the trainer reaches it; ranks are dealt out to them evenly
+    backend: Literal["nccl", "gloo"] | None = None  # that carries the weights; default: nccl between GPUs, else gloo
+    wait_s: Positive = 600.0  # for servers to be there as a run starts
+    silence_s: Annotated[float, Ge(5)] = 30.0  # after which a server, or a broadcast of weights, counts as dead
+    limit_s: Positive = 3600.0  # of one call, e.g. the sampling of a step
+
+
+@dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """How a step's responses are sampled."""
 
     engine: Literal["transformers", "vllm"] = "transformers"
     vllm: VllmConfig = field(default_factory=VllmConfig)
+    placement: Literal["colocated", "separate"] = "colocated"  # in the training processes, or on devices of its own
+    separate: SeparateConfig = field(default_factory=SeparateConfig)
     # 1: the responses of a step are sampled while the step before trains, by the weights before that step. Both models
     # stay in memory: the engine does not sleep. Groups are kept and replaced (DAPO) by those older weights, too;
     # validation always is of the newest. Set algorithm.importance_cap, which corrects for the lag.
@@ -160,6 +173,8 @@ class RolloutConfig:
     accept_truncated_sampling: bool = False  # allow top_p < 1 or top_k > 0 although trained log-probs are of all tokens
     stop: tuple[Name, ...] = ()  # single-token strings besides the tokenizer's end-of-sequence
     batch_size: Count = 256  # responses decoded together on a rank
+    retries: Whole = 2  # of a response on which the engine gave up; then it is left out of its group
+    max_dropped: Annotated[float, Ge(0), Lt(1)] = 0.05  # share of a step's responses left out before the run stops
     probe_rows: Whole = 4  # responses on which engine and policy are compared after every refit; 0 = off
     probe_tolerance: Positive | None = None  # largest median of exp|gap| - 1 before the run stops; default: by dtype
 

@@ -52,16 +52,18 @@ def estimate(
         "activations of a micro-batch": _activations(shape, layout, dtype, train),
         "logits in flight": train.logprob_chunk_tokens * shape.padded_vocab(layout.tensor) // layout.tensor * 4,
     }
-    sampling = _sampling(shape, dtype, rollout, whole, layout, longest)
+    elsewhere = rollout.placement == "separate"
+    sampling = {} if elsewhere else _sampling(shape, dtype, rollout, whole, layout, longest)
+    trains = [f"at a time     {_size(sum((model | training).values())):>10}  while it trains"]
     apart = [
-        f"at a time     {_size(sum((model | training).values())):>10}  while it trains",
+        *trains,
         f"              {_size(sum((model | sampling).values())):>10}  while it samples",
     ]
     both = [f"at a time     {_size(sum((model | training | sampling).values())):>10}  while it trains and samples"]
     return [
         f"parameters    {_number(whole)} in all, {_number(count)} on the fullest of {layout.world:,} ranks",
         *(f"memory        {_size(size):>10}  {name}" for name, size in (model | training | sampling).items()),
-        *(both if rollout.async_steps else apart),
+        *(trains if elsewhere else both if rollout.async_steps else apart),
         f"host memory   {_size(2 * count * dtype.itemsize):>10}  for the reference, and the policy's weights meanwhile",
     ]
 

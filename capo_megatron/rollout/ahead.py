@@ -119,6 +119,7 @@ def packed(rollout: Collected) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "grades": [[grade.verdict.value, grade.reward, grade.extracted, dict(grade.extra)] for grade in rollout.grades],
         "sampled": rollout.sampled,
         "offered": rollout.offered,
+        "dropped": rollout.dropped,
         "rounds": rollout.rounds,
         "seconds": dict(rollout.seconds),
     }
@@ -146,6 +147,7 @@ def restored(values: Mapping[str, Any], tensors: Mapping[str, Tensor], prompts: 
         grades=[Grade(Verdict(verdict), *rest) for verdict, *rest in values["grades"]],
         sampled=values["sampled"],
         offered=values["offered"],
+        dropped=values.get("dropped", 0),  # which the first checkpoints of this program do not say
         rounds=values["rounds"],
         seconds=values["seconds"],
     )

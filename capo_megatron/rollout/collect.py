@@ -31,16 +31,18 @@ class Collected:
     offered: int  # problems sampled, with those that were left out since
     rounds: int  # of sampling
     seconds: Mapping[str, float]  # of "generate" and "grade", on the rank that took longest
+    dropped: int = 0  # responses on which the engine gave up
 
     def metrics(self) -> dict[str, float]:
         """What is worth logging and not in `batch`.
 
         Shares of the verdicts among the rows kept; rounds of sampling and the share of problems rejected in them;
-        seconds and tokens/s of generating and grading, rejected rows included.
+        how many responses the engine gave up on; seconds and tokens/s of generating and grading, with rejected rows.
         """
         shares = Counter(grade.verdict for grade in self.grades)
         found = {f"verdict/{verdict.value}": shares[verdict] / max(1, len(self.grades)) for verdict in Verdict}
         found["rollout/rounds"] = float(self.rounds)
+        found["rollout/dropped"] = float(self.dropped)
         found["rollout/rejected"] = 1 - len(self.batch.problems) / max(1, self.offered)
         for phase, name in (("generate", "generate"), ("reward", "grade")):
             found[f"seconds/{phase}"] = self.seconds[name]
@@ -80,6 +82,7 @@ class Collected:
             offered=sum(part.offered for part in parts),
             rounds=sum(part.rounds for part in parts),
             seconds={name: sum(part.seconds[name] for part in parts) for name in parts[0].seconds},
+            dropped=sum(part.dropped for part in parts),
         )
 
 
@@ -94,27 +97,35 @@ def collect(
     version: int | None = None,
     read: ResponseReader | None = None,
     progress: float = 0.0,
+    max_dropped: float = 0.0,
 ) -> Collected:
     """`samples` graded responses to each problem, the same on every rank. Collective: all ranks pass the same problems.
 
     Each rank samples and grades its engine's share (a contiguous, balanced part of the problems). A problem that occurs
     several times gets different responses each time. What `read` finds in a response becomes rewards and segments,
-    and decides which part of it is graded.
-    Raises, on every rank, what one of them raises; RolloutError if the shares leave a problem out, or the engines'
-    weights are of different versions or of another than `version`; RewardError if grades cannot be put together.
+    and decides which part of it is graded. Groups have fewer rows where the engine gave up on a response, and a problem
+    without any is left out.
+    Raises, on every rank, what one of them raises; RolloutError if the shares leave a problem out, the engine gave up
+    on more than a share `max_dropped` of the responses, or the engines' weights are of different versions or of another
+    than `version`; RewardError if grades cannot be put together.
     """
     parts = gather_or_raise(team, lambda: _take_share(engine, reward, problems, samples, params, version, read))
     _check_versions(parts)
     whole = _in_order(parts)
-    return Collected(
-        batch=_batch(problems, samples, whole, pad_id, parts[0].version, progress),
+    sizes = np.concatenate([part.sizes for part in whole])
+    dropped = len(problems) * samples - int(sizes.sum())
+    _check_dropped(dropped, len(problems) * samples, max_dropped)
+    found = Collected(
+        batch=_batch(problems, sizes, whole, pad_id, parts[0].version, progress),
         texts=[text for part in whole for text in part.texts],
         grades=[grade for part in whole for grade in part.grades],
         sampled=sum(len(part.ids) for part in whole),
         offered=len(problems),
         rounds=1,
         seconds={name: max(part.seconds[name] for part in parts) for name in parts[0].seconds},
+        dropped=dropped,
     )
+    return found if sizes.all() else found.select(np.flatnonzero(sizes).tolist())
 
 
 def share_of(count: int, share: tuple[int, int]) -> range:
@@ -147,6 +158,7 @@ class _Part:
 
     share: tuple[int, int]
     version: int
+    sizes: np.ndarray  # [problems] int64: responses to each, n in all
     lengths: np.ndarray  # [n] int64
     ids: np.ndarray  # [sum of lengths] int32
     logprobs: np.ndarray  # [sum of lengths] float32
@@ -178,9 +190,9 @@ def _take_share(
     groups = engine.generate([named[index] for index in mine], samples, params)
     generated = time.perf_counter()
     found = [sample for group in groups for sample in group]
-    asked = [problems[index] for index in mine for _ in range(samples)]
-    if len(found) != len(asked):
+    if len(groups) != len(mine) or any(len(group) > samples for group in groups):
         raise RolloutError(f"rollout engine: {len(found)} responses to {len(mine)} problems x {samples} samples.")
+    asked = [problems[index] for index, group in zip(mine, groups, strict=True) for _ in group]
     _check_samples(asked, found, held)
     readings = [read(sample.ids, sample.text, engine.decode) for sample in found] if read else []
     answers = [reading.answer for reading in readings] if read else [None] * len(found)
@@ -191,6 +203,7 @@ def _take_share(
     return _Part(
         share=engine.share,
         version=held,
+        sizes=np.array([len(group) for group in groups], dtype=np.int64),
         lengths=np.array([len(sample.ids) for sample in found], dtype=np.int64),
         ids=np.array([token for sample in found for token in sample.ids], dtype=np.int32),
         logprobs=np.array([value for sample in found for value in sample.logprobs], dtype=np.float32),
@@ -235,6 +248,14 @@ def _check_versions(parts: Sequence[_Part]) -> None:
         raise RolloutError(f"rollout engines hold weights of versions {held} on ranks 0, 1, ...: refit all of them.")
 
 
+def _check_dropped(dropped: int, wanted: int, allowed: float) -> None:
+    if dropped > allowed * wanted:
+        raise RolloutError(
+            f"rollout.max_dropped={allowed:g}: the engine gave up on {dropped} of {wanted} responses, also when they "
+            "were asked for again (rollout.retries). Look at its messages (VLLM_LOGGING_LEVEL=INFO) and its memory."
+        )
+
+
 def _in_order(parts: Sequence[_Part]) -> list[_Part]:
     """One part per share, in the order of the problems. Ranks that answer for the same share count once."""
     by_share: dict[tuple[int, int], _Part] = {}
@@ -247,10 +268,10 @@ def _in_order(parts: Sequence[_Part]) -> list[_Part]:
 
 
 def _batch(
-    problems: Sequence[Problem], samples: int, parts: Sequence[_Part], pad_id: int, version: int, progress: float
+    problems: Sequence[Problem], sizes: np.ndarray, parts: Sequence[_Part], pad_id: int, version: int, progress: float
 ) -> RolloutBatch:
     responses = [ids for part in parts for ids in np.split(part.ids, np.cumsum(part.lengths)[:-1]) if len(part.lengths)]
-    asked = [problem for problem in problems for _ in range(samples)]
+    asked = [problem for problem, size in zip(problems, sizes, strict=True) for _ in range(size)]
     grades = [grade for part in parts for grade in part.grades]
     pairs = [(problem.prompt_ids, response) for problem, response in zip(asked, responses, strict=True)]
     tokens, mask = align(pairs, pad_id)
@@ -262,7 +283,7 @@ def _batch(
         tokens=tokens,
         response_mask=mask,
         segment=_segments(mask, readings),
-        group=torch.arange(len(problems)).repeat_interleave(samples),
+        group=torch.arange(len(problems)).repeat_interleave(torch.from_numpy(sizes)),
         rewards=_rewards(asked, grades) | _read_values(readings),
         gradable=torch.tensor([grade.verdict.gradable for grade in grades], dtype=torch.bool),
         truncated=torch.from_numpy(np.concatenate([part.truncated for part in parts])),

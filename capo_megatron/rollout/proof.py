@@ -75,7 +75,12 @@ class Probe:
         short = replace(params, max_tokens=min(params.max_tokens, _TOKENS))
         drawn = gather_or_raise(team, lambda: engine.generate(problems, 1, short) if first else None)[0]
         assert drawn is not None, "rank 0 belongs to the first engine"
-        return [(problem.prompt_ids, group[0].ids) for problem, group in zip(problems, drawn, strict=True)]
+        found: list[PromptAndResponse] = [
+            (problem.prompt_ids, group[0].ids) for problem, group in zip(problems, drawn, strict=True) if group
+        ]
+        if not found:
+            raise RolloutError("rollout.probe_rows: the engine gave up on every probe response. Look at its messages.")
+        return found
 
     def _gap(
         self, engine: RolloutEngine, policy: Policy, theirs: Tensor, temperature: float

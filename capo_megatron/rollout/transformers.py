@@ -113,7 +113,8 @@ class TransformersEngine:
 
         A response is a function of (weights, params, problem id and prompt, its index), up to rounding: see `sampling`.
         Its log-probs are those of the whole distribution at `params.temperature` (at 1 if that is 0), before top-k and
-        top-p. The text leaves out the final stop token and special tokens.
+        top-p. The text leaves out the final stop token and special tokens. None of them can fail alone: they are rows
+        of one computation.
         Raises RolloutError if the weights are not loaded, a prompt does not fit, or logits are not finite.
         """
         check_ready(self._asleep, self.version, "generate")

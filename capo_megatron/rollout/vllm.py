@@ -85,6 +85,7 @@ class VllmEngine:
         options: VllmConfig,
         rank: int = 0,
         ranks: int = 1,
+        retries: int = 0,
     ) -> None:
         """An engine without weights: `load_weights` comes before anything else. Collective over all `ranks`.
 
@@ -92,7 +93,7 @@ class VllmEngine:
         """
         check_installed()
         self.share = (rank // options.tensor, ranks // options.tensor)
-        self._shape, self._tokenizer, self._options = shape, tokenizer, options
+        self._shape, self._tokenizer, self._options, self._retries = shape, tokenizer, options, retries
         self._expected = hf_shapes(shape)
         self._gpu = torch.cuda.is_available()
         self._asleep = self._cache_asleep = False
@@ -176,8 +177,9 @@ class VllmEngine:
         A response is a function of (weights, params, problem id and prompt, its index), up to rounding: each request
         has its own seed. Its log-probs are those of the distribution that was sampled from, at `params.temperature`
         (at 1 if that is 0), which top-k and top-p cut and scale up. The text leaves out the final stop token and
-        special tokens.
-        Raises RolloutError if the weights are not loaded, a prompt does not fit, or vLLM gives up on a response.
+        special tokens. A response on which vLLM gives up, e.g. for an error while it handled that request, is asked
+        for `retries` times more, with its own seed, and then left out.
+        Raises RolloutError if the weights are not loaded, a prompt does not fit, or vLLM itself fails.
         """
         from vllm import SamplingParams as Request
 
@@ -201,25 +203,26 @@ class VllmEngine:
             for problem, index in jobs
         ]
         outputs = self._run([problem.prompt_ids for problem, _ in jobs], requests)
-        found = iter(
-            [self._sample(problem, output, params) for (problem, _), output in zip(jobs, outputs, strict=True)]
-        )
-        return [list(islice(found, samples)) for _ in problems]
+        found = {row: self._sample(output, params) for row, output in outputs.items()}
+        groups = (range(start, start + samples) for start in range(0, len(jobs), samples))
+        return [[found[row] for row in rows if row in found] for rows in groups]
 
-    def _run(self, prompts: Sequence[Sequence[int]], requests: Sequence[Any]) -> list[Any]:
-        """The finished output of every request, in their order."""
-        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        try:
-            return [output.outputs[0] for output in self._llm.generate(asked, list(requests), use_tqdm=False)]
-        except (RuntimeError, ValueError) as error:
-            raise RolloutError(f"vLLM: {error}") from error
+    def _run(self, prompts: Sequence[Sequence[int]], requests: Sequence[Any]) -> dict[int, Any]:
+        """The finished output of every request by its place, without those on which vLLM gives up every time."""
+        found: dict[int, Any] = {}
+        for _ in range(1 + self._retries):  # as often on every rank of an engine: they see the same outputs
+            left = [row for row in range(len(prompts)) if row not in found]
+            if not left:
+                break
+            asked = [{"prompt_token_ids": list(prompts[row])} for row in left]
+            try:
+                outputs = self._llm.generate(asked, [requests[row] for row in left], use_tqdm=False)
+            except (RuntimeError, ValueError) as error:
+                raise RolloutError(f"vLLM: {error}") from error
+            found |= {row: out.outputs[0] for row, out in zip(left, outputs, strict=True) if _whole(out.outputs[0])}
+        return found
 
-    def _sample(self, problem: Problem, output: Any, params: SamplingParams) -> Sample:
-        if output.finish_reason not in ("stop", "length") or not output.token_ids:
-            raise RolloutError(
-                f"vLLM: problem {problem.id!r}: it gave up on a response ({output.finish_reason}, "
-                f"{len(output.token_ids)} tokens). Look at its messages: VLLM_LOGGING_LEVEL=INFO."
-            )
+    def _sample(self, output: Any, params: SamplingParams) -> Sample:
         ids = tuple(output.token_ids)
         # By the sampled id: vLLM lists other tokens beside it.
         logprobs = tuple(at[token].logprob for token, at in zip(ids, output.logprobs, strict=True))
@@ -256,7 +259,12 @@ class VllmEngine:
                 )
                 targets.append(token)
         outputs = self._run(prompts, requests)
-        found = iter([output.logprobs[0][token].logprob for output, token in zip(outputs, targets, strict=True)])
+        if len(outputs) < len(targets):
+            raise RolloutError(
+                f"vLLM: it gave up on {len(targets) - len(outputs)} of {len(targets)} tokens to score. Look at its "
+                "messages: VLLM_LOGGING_LEVEL=INFO."
+            )
+        found = iter([outputs[row].logprobs[0][token].logprob for row, token in enumerate(targets)])
         return [list(islice(found, len(response))) for _, response in sequences]
 
     def sketches(self) -> dict[str, Sketch]:
@@ -265,6 +273,11 @@ class VllmEngine:
 
         found: dict[str, Sketch] = self._llm.apply_model(held)[0]
         return {name: found[name] for name in self._expected}
+
+
+def _whole(output: Any) -> bool:
+    """Whether it is a response, and not what was left as vLLM gave up on the request."""
+    return output.finish_reason in ("stop", "length") and bool(output.token_ids)
 
 
 def _buckets(weights: Iterable[tuple[str, Tensor]], most: int) -> Iterator[list[tuple[str, Tensor]]]:

@@ -362,6 +362,23 @@ def test_switching_the_algorithm_of_a_written_config_gives_one_that_can_be_built
         (6, ["parallel.tensor=4"], "parallel.tensor=4 x parallel.pipeline=1 takes a multiple of 4 ranks, got 6."),
         (1, ["parallel.virtual=2"], "parallel.virtual=2 needs parallel.pipeline > 1"),
         (1, ["parallel.sequence=true"], "parallel.sequence=true needs parallel.tensor > 1"),
+        (1, ["rollout.placement=separate"], "rollout.separate.servers: missing. rollout.placement=separate needs the"),
+        (1, ["rollout.separate.servers=[a:1]"], "rollout.separate.servers: a:1 are named, and rollout.placement=coloc"),
+        (
+            3,
+            ["rollout.placement=separate", "rollout.separate.servers=[a:1, b:1]"],
+            "rollout.separate.servers: 2 servers for 3 trainer ranks, which are dealt out evenly",
+        ),
+        (
+            2,
+            ["rollout.placement=separate", "rollout.separate.servers=[a:1, a:1]"],
+            "rollout.separate.servers: a:1, a:1: one is named twice",
+        ),
+        (
+            1,
+            ["rollout.placement=separate", "rollout.separate.servers=['http://a:1']"],
+            "rollout.separate.servers: got 'http://a:1', expected host:port",
+        ),
         (1, ["rollout.samples=1"], "rollout.samples=1: capo compares the responses"),
         (1, ["rollout.prompts=63"], "rollout.prompts=63 does not divide into train.minibatches=2 equal mini-batches"),
         (8, ["rollout.prompts=2", "rollout.samples=4"], "train.minibatches=2 leaves 4 responses to a mini-batch"),
@@ -424,6 +441,18 @@ def test_an_engine_of_several_ranks_cannot_sample_ahead(loaded):
         loaded(*options, "rollout.vllm.tensor=2").check, 2
     )
     loaded(*options).check(2)
+    apart = ["rollout.placement=separate", "rollout.separate.servers=[node1:29600]"]  # where it disturbs nobody
+    loaded(*options, "rollout.vllm.tensor=2", *apart).check(2)
+
+
+def test_the_plan_names_the_engine_servers(loaded):
+    apart = ["rollout.engine=vllm", "rollout.placement=separate", "rollout.separate.servers=[a:1, b:1]"]
+    lines = describe_batch(loaded(*apart), 8)
+    assert (
+        "engines       vllm at a:1, b:1, each for 4 trainer ranks; weights by nccl (gloo without GPUs) in buckets of "
+        "512 MiB"
+    ) in lines
+    assert not any(line.startswith("engines") for line in describe_batch(loaded(), 8))
 
 
 def test_all_contradictions_are_said_at_once(loaded):

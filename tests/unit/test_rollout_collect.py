@@ -228,6 +228,60 @@ def test_shares_that_leave_a_problem_out_are_refused() -> None:
         collect(Script(answers, (0, 2)), ByText(ends_well), [problem("x"), problem("y")], 1, PARAMS, Solo(), PAD)
 
 
+# --- responses on which the engine gave up ----------------------------------------------------------------------------
+
+
+def test_a_group_that_lost_a_response_goes_on_with_the_others() -> None:
+    answers = {"x": [(C, END), (D, END)], "y": [(C, C, END)], "z": [(END,), (D,)]}
+    problems = [problem(name) for name in "xyz"]
+
+    def work(team: ThreadTeam) -> Collected:
+        engine = Script(answers, (team.rank, team.size))
+        return collect(engine, ByText(ends_well), problems, 2, PARAMS, team, PAD, max_dropped=0.2)
+
+    alone = collect(Script(answers), ByText(ends_well), problems, 2, PARAMS, Solo(), PAD, max_dropped=0.2)
+    assert alone.batch.group.tolist() == [0, 0, 1, 2, 2]
+    assert alone.texts == [f"{C} {END}", f"{D} {END}", f"{C} {C} {END}", f"{END}", f"{D}"]
+    assert alone.batch.rewards["correct"].tolist() == [1, 1, 1, 1, 0]
+    assert (alone.dropped, alone.metrics()["rollout/dropped"]) == (1, 1.0)
+    assert all(same(alone, found) and found.dropped == 1 for found in on_ranks(3, work))
+
+
+def test_a_problem_that_lost_all_its_responses_is_left_out() -> None:
+    answers = {"x": [(C, END), (D, END)], "y": [], "z": [(END,), (D,)]}
+    problems = [problem(name) for name in "xyz"]
+    found = collect(Script(answers), ByText(ends_well), problems, 2, PARAMS, Solo(), PAD, max_dropped=0.5)
+    assert [kept.id for kept in found.batch.problems] == ["x", "z"]
+    assert found.batch.group.tolist() == [0, 0, 1, 1]
+    assert (found.dropped, found.offered, len(found.batch)) == (2, 3, 4)
+    other = collect(Script({"w": [(C, END)] * 2}), ByText(ends_well), [problem("w")], 2, PARAMS, Solo(), PAD)
+    assert Collected.join([found, other], PAD).dropped == 2
+
+
+def test_more_lost_responses_than_are_allowed_end_the_run_on_all_ranks() -> None:
+    answers = {"x": [(C, END)], "y": [(D, END), (END,)]}
+    problems = [problem("x"), problem("y")]
+
+    def work(team: ThreadTeam) -> Collected:
+        engine = Script(answers, (team.rank, team.size))
+        return collect(engine, ByText(ends_well), problems, 2, PARAMS, team, PAD, max_dropped=0.2)
+
+    said = "rollout.max_dropped=0.2: the engine gave up on 1 of 4 responses, also when they were asked for again"
+    for outcome in on_ranks(2, work):
+        assert isinstance(outcome, RolloutError) and str(outcome).startswith(said)
+    with pytest.raises(RolloutError, match=r"max_dropped=0: .* 1 of 4"):  # an evaluation, for example
+        collect(Script(answers), ByText(ends_well), problems, 2, PARAMS, Solo(), PAD)
+
+
+def test_more_responses_than_were_asked_for_are_refused() -> None:
+    class Eager(Script):
+        def generate(self, problems: Sequence[Problem], samples: int, params: SamplingParams) -> list[list[Sample]]:
+            return super().generate(problems, samples + 1, params)
+
+    with pytest.raises(RolloutError, match="2 responses to 1 problems x 1 samples"):
+        collect(Eager({"x": [(C, END)] * 2}), ByText(ends_well), [problem("x")], 1, PARAMS, Solo(), PAD)
+
+
 def test_extra_rewards_become_columns_and_ungradable_rows_earn_nothing() -> None:
     grades = iter(
         [

@@ -71,6 +71,23 @@ def test_every_step_takes_the_next_problems_and_another_seed(tmp_path: Path) -> 
     assert len({params.seed for _, params in parts.engine.asked}) == 4
 
 
+def test_a_problem_whose_responses_are_all_lost_is_replaced_and_the_loss_is_logged(tmp_path: Path) -> None:
+    config = fake_config(tmp_path, rollout={"max_dropped": 0.5}, train={"steps": 2})
+    parts = fake_parts(config, Events())
+    generate = parts.engine.generate
+
+    def failing(problems: Any, samples: int, params: Any) -> Any:
+        groups = generate(problems, samples, params)
+        lost = {"p1": 4, "p3": 1}
+        return [group[lost.get(problem.id, 0) :] for problem, group in zip(problems, groups, strict=True)]
+
+    parts.engine.generate = failing  # type: ignore[method-assign]
+    train(config, parts)
+    assert rollout_ids(parts) == [["p0", "p1"], ["p2"], ["p3", "p4"]]
+    assert [torch.bincount(part.rollouts.group).tolist() for part in parts.policy.trained] == [[4, 4], [3, 4]]
+    assert [row["rollout/dropped"] for row in rows(config)] == [4, 1]
+
+
 # --- the algorithm's say ----------------------------------------------------------------------------------------------
 
 
