@@ -139,7 +139,7 @@ def _change(a: Floats, b: Floats) -> Change:
     return Change(float(a.mean()), float(b.mean()), low, high, len(a))
 
 
-# --- charts of an evaluation --------------------------------------------------------------------------------------------
+# --- charts of an evaluation ------------------------------------------------------------------------------------------
 
 
 def reliability(found: Evaluation) -> list[list[float]]:
@@ -156,22 +156,24 @@ def reliability(found: Evaluation) -> list[list[float]]:
 
 
 def histogram_edges(evaluations: Iterable[Evaluation]) -> Floats:
-    """Edges of bins of the mean log-prob that suit all evaluations: the lowest half percent falls below the first."""
+    """Edges of bins of the mean log-prob that suit all evaluations: the lowest half percent falls below the first.
+
+    They are even on the scale of sqrt(-log-prob), since most responses are near 0.
+    """
     scores = [found.scored[0] for found in evaluations]
     lows = [np.quantile(score, 0.005) for score in scores if len(score)]
     low = min(lows, default=-1.0)
-    return np.linspace(min(float(low), -1e-6), 0.0, _HISTOGRAM_BINS + 1)
+    return -np.square(np.linspace(math.sqrt(max(-float(low), 1e-6)), 0.0, _HISTOGRAM_BINS + 1))
 
 
 def histogram(found: Evaluation, edges: Floats) -> dict[str, Any]:
-    """Share of all responses in each bin, right and wrong ones; what lies outside counts in the outermost bins."""
+    """Shares of the right and of the wrong responses by bin; what lies outside counts in the outermost bins."""
     score, correct = found.scored
     inside = np.clip(score, edges[0], edges[-1])
-    total = max(len(score), 1)
-    return {
-        "edges": [_short(edge) for edge in edges.tolist()],
-        "right": [_short(v) for v in (np.histogram(inside[correct], edges)[0] / total).tolist()],
-        "wrong": [_short(v) for v in (np.histogram(inside[~correct], edges)[0] / total).tolist()],
+    shares = {"right": inside[correct], "wrong": inside[~correct]}
+    return {"edges": [_short(edge) for edge in edges.tolist()]} | {
+        name: [_short(v) for v in (np.histogram(values, edges)[0] / max(len(values), 1)).tolist()]
+        for name, values in shares.items()
     }
 
 
@@ -187,7 +189,7 @@ def coverage(found: Evaluation) -> dict[str, Any] | None:
     return {"x": [_short(v) for v in share[few].tolist()], "y": [_short(v) for v in precision[few].tolist()]}
 
 
-# --- charts of a run ------------------------------------------------------------------------------------------------------
+# --- charts of a run --------------------------------------------------------------------------------------------------
 
 
 def curve(run: Run, metric: str) -> dict[str, Any] | None:
@@ -257,5 +259,5 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, float | int) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _short(value: float) -> float | None:
-    return float(f"{value:.5g}") if math.isfinite(value) else None
+def _short(value: float) -> float:
+    return float(f"{value:.5g}")

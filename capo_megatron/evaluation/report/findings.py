@@ -104,7 +104,7 @@ def judge_validation(run: Run, index: int) -> Judgement:
     figures = (
         Figure("Validation accuracy", percent(accuracy.before), percent(accuracy.after), steps),
         Figure("Validation AUC-mean", decimal(auc.before), decimal(auc.after), "mixed questions of each step"),
-        Figure("Mixed questions", *(_mixed(row) for row in (first, last)), "with right and wrong answers"),
+        Figure("Mixed questions", _mixed(first), _mixed(last), "with right and wrong answers"),
     )
     weaker = Finding(
         "plain",
@@ -135,7 +135,7 @@ def against_each_other(finals: Sequence[Evaluation]) -> list[Finding]:
     return found
 
 
-# --- sentences ----------------------------------------------------------------------------------------------------------
+# --- sentences --------------------------------------------------------------------------------------------------------
 
 
 def _figures(before: Evaluation, after: Evaluation, accuracy: Change, paired: Change) -> tuple[Figure, ...]:
@@ -154,9 +154,7 @@ def _figures(before: Evaluation, after: Evaluation, accuracy: Change, paired: Ch
             f"{signed(paired.difference)} {interval(paired)}, {count(paired.questions)} questions",
         ),
         Figure("AUC-mean", decimal(a["auc_mean"]), decimal(b["auc_mean"]), "mixed questions of each model"),
-        Figure(
-            "Mixed questions", count(a["auc_questions"]), count(b["auc_questions"]), f"of {count(b['questions'])}"
-        ),
+        Figure("Mixed questions", count(a["auc_questions"]), count(b["auc_questions"]), f"of {count(b['questions'])}"),
     )
 
 
@@ -263,7 +261,7 @@ def _zero(value: float) -> float:
     return 0.0 if math.isnan(value) else value
 
 
-# --- numbers ------------------------------------------------------------------------------------------------------------
+# --- numbers ----------------------------------------------------------------------------------------------------------
 
 
 def percent(value: float) -> str:
@@ -275,7 +273,7 @@ def decimal(value: float) -> str:
 
 
 def signed(value: float, digits: int = 3) -> str:
-    return "undefined" if math.isnan(value) else f"{value:+.{digits}f}".replace("-", "−")
+    return "undefined" if math.isnan(value) else f"{value:+.{digits}f}".replace("-", "\N{MINUS SIGN}")
 
 
 def count(value: float) -> str:

@@ -10,6 +10,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
@@ -36,10 +37,14 @@ from capo_megatron.evaluation.report.samples import MOST_SAMPLES, Samples, eleme
 from capo_megatron.runlog import make_folder, writing
 from capo_megatron.types import EvalRecord
 
+Colour = int | str  # the class of an element is "c" and this, see page.css
+
 _ASSETS = files("capo_megatron.evaluation.report") / "assets"
 _SCRIPTS = ("start.js", "charts.js", "samples.js", "page.js")
 _KATEX = ("katex.min.js", "auto-render.min.js")
 _COLOURS = 6  # of runs, see page.css; more than that share them and differ by dashes
+_NONE = "\N{EN DASH}"  # in a cell of a table
+_OWN_TO_EACH = ("output", "started", "command")  # what no two runs share
 _OWN_COLOUR = {"capo": 0, "grpo": 1}  # as in the figures, where nothing else has it
 
 
@@ -57,7 +62,9 @@ def write_report(runs: Sequence[Path], destination: Path, *, samples: int = MOST
     if samples < 1:
         raise CapoError(f"report: samples={samples}: must be 1 or more.")
     found = open_runs(runs)
-    with Samples() as texts:
+    folder = destination.resolve().parent
+    make_folder(folder)
+    with writing(destination), Samples(folder) as texts:
         evaluations = _evaluations(found, texts, samples)
         for run in found:
             texts.add_training(f"{run.name}, while training", training_samples(run))
@@ -67,18 +74,16 @@ def write_report(runs: Sequence[Path], destination: Path, *, samples: int = MOST
 
 def _write(path: Path, parts: Iterable[bytes]) -> None:
     """Replace `path` as a whole, whatever its size."""
-    make_folder(path.resolve().parent)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    with writing(path):
-        try:
-            with aside.open("wb") as file:
-                file.writelines(parts)
-            aside.replace(path)
-        finally:
-            aside.unlink(missing_ok=True)
+    try:
+        with aside.open("wb") as file:
+            file.writelines(parts)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
-# --- reading evaluations --------------------------------------------------------------------------------------------------
+# --- reading evaluations ----------------------------------------------------------------------------------------------
 
 
 def _evaluations(runs: Sequence[Run], texts: Samples, most: int) -> list[Evaluation]:
@@ -97,8 +102,21 @@ def _evaluations(runs: Sequence[Run], texts: Samples, most: int) -> list[Evaluat
                 if not run.is_folder:
                     raise error if isinstance(error, CapoError) else DataError(f"{path}: {error.strerror}.") from error
                 run.missing.append(f"{path.name} left out: {str(error).removeprefix(f'{path}: ')}")
-    bases = [one for one in found if one.is_base]
-    return bases + [one for one in found if not one.is_base]
+    labels = _plain_labels(runs, found)
+    texts.rename(labels)
+    found = [replace(one, label=labels.get(one.label, one.label)) for one in found]
+    return [one for one in found if one.is_base] + [one for one in found if not one.is_base]
+
+
+def _plain_labels(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> dict[str, str]:
+    """Shorter labels where nothing else has them: "base" for the only base, a run's name for its only other model."""
+    bases = [one for one in evaluations if one.is_base]
+    found = {bases[0].label: "base"} if len(bases) == 1 else {}
+    for index, run in enumerate(runs):
+        own = [one for one in evaluations if one.run == index and not one.is_base]
+        if len(own) == 1 and run.name != "base":
+            found[own[0].label] = run.name
+    return found
 
 
 def _read(run: Run, index: int, path: Path, texts: Samples, most: int) -> list[Evaluation]:
@@ -140,19 +158,19 @@ def _judgements(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> tuple
             said.append(describe_alone(final, run))
         elif run.is_folder:
             said.append(judge_validation(run, index))
-        elif own is not None:
+        elif own is not None and not finals:
             said.append(describe_alone(own, run))
     compared = [one for one in finals if one is not reference]
     return said, against_each_other(compared)
 
 
-# --- the page -------------------------------------------------------------------------------------------------------------
+# --- the page ---------------------------------------------------------------------------------------------------------
 
 
 def _page(runs: Sequence[Run], evaluations: Sequence[Evaluation], texts: Samples) -> Iterator[bytes]:
     script = "\n".join(_asset(name) for name in _SCRIPTS)
     katex = "\n".join(_asset(f"katex/{name}") for name in _KATEX)
-    colours = _colours(runs)
+    colours = _colours(runs, evaluations)
     judged, between = _judgements(runs, evaluations)
     theme = _asset("theme.js")
     template = Template(_asset("page.html"))
@@ -189,10 +207,13 @@ def _policy(*scripts: str) -> str:
     )
 
 
-def _colours(runs: Sequence[Run]) -> list[int]:
-    """A colour for each run: an algorithm's own where it is free, else the next."""
-    taken: list[int] = []
-    for run in runs:
+def _colours(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> list[Colour]:
+    """A colour for each run: an algorithm's own where it is free, else the next; grey for files of the base alone."""
+    taken: list[Colour] = []
+    for index, run in enumerate(runs):
+        if not run.is_folder and all(one.is_base for one in evaluations if one.run == index):
+            taken.append("base")
+            continue
         kind = run.config.get("algorithm.kind", run.name.rpartition("/")[2])
         own = _OWN_COLOUR.get(kind, -1) if isinstance(kind, str) else -1
         free = [colour for colour in range(_COLOURS) if colour not in taken]
@@ -201,7 +222,7 @@ def _colours(runs: Sequence[Run]) -> list[int]:
     return taken
 
 
-def _charts(runs: Sequence[Run], evaluations: Sequence[Evaluation], colours: Sequence[int]) -> dict[str, Any]:
+def _charts(runs: Sequence[Run], evaluations: Sequence[Evaluation], colours: Sequence[Colour]) -> dict[str, Any]:
     def drawn(groups: Iterable[tuple[str, str, Mapping[str, str]]]) -> list[dict[str, Any]]:
         found = []
         for title, unit, metrics in groups:
@@ -257,10 +278,10 @@ def _known(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-# --- static parts -----------------------------------------------------------------------------------------------------------
+# --- static parts -----------------------------------------------------------------------------------------------------
 
 
-def _run_chip(run: Run, colour: int) -> str:
+def _run_chip(run: Run, colour: Colour) -> str:
     algorithm = run.config.get("algorithm.kind")
     said = [str(algorithm)] if algorithm and str(algorithm) != run.name else []
     said += [f"step {run.last_step}"] if run.last_step is not None else []
@@ -268,7 +289,7 @@ def _run_chip(run: Run, colour: int) -> str:
     return f'<li><span class="swatch c{colour}"></span>{_text(run.name)}{note}</li>'
 
 
-def _judgement(one: Judgement, colour: int) -> str:
+def _judgement(one: Judgement, colour: Colour) -> str:
     numbers = "".join(
         f"<div><dt>{_text(figure.name)}</dt><dd>{_arrow(figure.before, figure.after)}"
         f'<span class="note">{_text(figure.note)}</span></dd></div>'
@@ -287,7 +308,7 @@ def _arrow(before: str, after: str) -> str:
 
 
 def _findings(found: Sequence[Finding], title: str) -> str:
-    return f'<article class="card plain"><h3>{title}</h3>{_finding_list(found)}</article>' if found else ""
+    return f'<article class="card plain full"><h3>{title}</h3>{_finding_list(found)}</article>' if found else ""
 
 
 def _finding_list(found: Sequence[Finding]) -> str:
@@ -299,11 +320,11 @@ def _finding_list(found: Sequence[Finding]) -> str:
     return f'<ul class="findings">{"".join(items)}</ul>' if found else ""
 
 
-def _models(evaluations: Sequence[Evaluation], colours: Sequence[int]) -> str:
+def _models(evaluations: Sequence[Evaluation], colours: Sequence[Colour]) -> str:
     if not evaluations:
         return '<p class="empty">There are no evaluation records, so there is nothing to compare here.</p>'
     reference = evaluations[0]
-    head = (
+    head = [
         "model",
         "accuracy",
         "pass@n",
@@ -315,7 +336,7 @@ def _models(evaluations: Sequence[Evaluation], colours: Sequence[int]) -> str:
         "Brier",
         "tokens",
         "cut off",
-    )
+    ]
     rows = [
         [
             one.label,
@@ -337,7 +358,7 @@ def _models(evaluations: Sequence[Evaluation], colours: Sequence[int]) -> str:
     if not by_benchmark:
         return table
     by_benchmark.sort(key=lambda row: row[0])
-    head = ("benchmark", "model", "questions", "accuracy", "AUC-mean", "mixed", "pooled AUC", "ECE", "cut off")
+    head = ["benchmark", "model", "questions", "accuracy", "AUC-mean", "mixed", "pooled AUC", "ECE", "cut off"]
     return f"{table}<h3>By benchmark</h3>{_table('Models by benchmark', head, by_benchmark)}"
 
 
@@ -357,10 +378,10 @@ def _paired(reference: Evaluation, one: Evaluation) -> str:
     if one is reference:
         return ""
     _, paired = changes(reference, one)
-    return f"{decimal(paired.before)} → {decimal(paired.after)} ({paired.questions:,})" if paired.questions else "–"
+    return f"{decimal(paired.before)} → {decimal(paired.after)} ({paired.questions:,})" if paired.questions else _NONE
 
 
-def _swatch(one: Evaluation, colours: Sequence[int]) -> str:
+def _swatch(one: Evaluation, colours: Sequence[Colour]) -> str:
     return f'<span class="swatch c{"base" if one.is_base else colours[one.run]}"></span>'
 
 
@@ -399,7 +420,7 @@ def _differences(runs: Sequence[Run]) -> str:
         names = dict.fromkeys(name for run in folders for name in of(run))
         for name in names:
             values = [_value(of(run), name) for run in folders]
-            if len(set(values)) > 1 and name not in ("started", "command"):
+            if len(set(values)) > 1 and name not in _OWN_TO_EACH:
                 rows.append([name, *values])
     if not rows:
         return '<p class="empty">All settings and versions are equal.</p>'
@@ -420,12 +441,12 @@ def _settings(runs: Sequence[Run]) -> str:
 
 def _value(values: Mapping[str, Any], name: str) -> str:
     if name not in values:
-        return "–"
+        return _NONE
     value = values[name]
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-# --- text -------------------------------------------------------------------------------------------------------------------
+# --- text -------------------------------------------------------------------------------------------------------------
 
 
 _UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")

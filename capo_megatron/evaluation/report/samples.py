@@ -10,12 +10,13 @@ import base64
 import gzip
 import json
 import math
-import os
 import sys
 import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from hashlib import blake2b
+from pathlib import Path
 from typing import IO, Any
 
 from capo_megatron.types import EvalRecord, Verdict
@@ -76,10 +77,11 @@ class _Numbers(dict[Any, int]):
 
 
 class Samples:
-    """Takes responses one at a time, and spools their texts to a temporary file."""
+    """Takes responses, and spools their texts to a nameless file in `folder`, which needs as much room as the page."""
 
-    def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile()
+    def __init__(self, folder: Path) -> None:
+        self._closing = ExitStack()
+        self._file = self._closing.enter_context(tempfile.TemporaryFile(dir=folder))
         self._responses, self._prompts = _Pieces("response", self._file), _Pieces("prompt", self._file)
         self._sources: list[dict[str, Any]] = []
         self._benchmarks, self._answers = _Numbers(), _Numbers()
@@ -101,7 +103,7 @@ class Samples:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        self._closing.close()
 
     def __len__(self) -> int:
         return len(self._columns["source"])
@@ -129,7 +131,7 @@ class Samples:
     def add_training(self, label: str, rows: Iterable[Mapping[str, Any]]) -> None:
         """Take rows of a run's samples/, each with its step."""
         before = len(self)
-        self._begin(label, 0, 0)
+        self._begin(label, 0, 0, training=True)
         for row in rows:
             prompt, answer = str(row.get("prompt", "")), str(row.get("answer", ""))
             extracted = row.get("extracted")
@@ -148,6 +150,11 @@ class Samples:
             self._sources.pop()
         else:
             self._sources[-1] |= {"kept": len(self) - before, "total": len(self) - before}
+
+    def rename(self, labels: Mapping[str, str]) -> None:
+        """Give evaluations other labels, once it is known which others there are."""
+        for source in self._sources:
+            source["name"] = labels.get(source["name"], source["name"])
 
     def elements(self) -> Iterator[bytes]:
         """What the page needs, the columns before the texts, in parts of bounded size."""
@@ -172,8 +179,8 @@ class Samples:
 
     # --- inside -------------------------------------------------------------------------------------------------------
 
-    def _begin(self, label: str, kept: int, total: int) -> None:
-        self._sources.append({"name": label, "kept": kept, "total": total})
+    def _begin(self, label: str, kept: int, total: int, training: bool = False) -> None:
+        self._sources.append({"name": label, "kept": kept, "total": total, "training": training})
 
     def _question(self, benchmark: str, name: str, prompt: str, answer: str) -> int:
         content = json.dumps([prompt, answer]).encode("ascii")
@@ -221,8 +228,10 @@ def _shared_start(heads: list[str]) -> int:
     """How many characters all prompts start with, such as a template's, cut back to the end of a line or a word."""
     if len(set(heads)) < 2:
         return 0
-    start = os.path.commonprefix(heads)
-    return max((start.rfind(mark) for mark in "\n >"), default=-1) + 1
+    first, last = min(heads), max(heads)
+    differs = (index for index, (a, b) in enumerate(zip(first, last, strict=False)) if a != b)
+    start = first[: next(differs, len(first))]
+    return max(start.rfind(mark) for mark in "\n >") + 1
 
 
 def _short(text: str) -> str:

@@ -7,10 +7,19 @@ const DASHES = ["", "6 3", "2 3", "8 3 2 3", "1 2", "10 4"];
 function ticks(low, high, wanted) {
   const raw = (high - low) / wanted;
   const power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).find((size) => size >= raw * 0.999);
+  const off = (size) => Math.abs(Math.log(size / raw));
+  const step = [1, 2, 2.5, 5, 10].map((factor) => factor * power).reduce((best, size) => (off(size) < off(best) ? size : best));
   const found = [];
-  for (let index = Math.ceil(low / step - 1e-9); index * step <= high + 1e-9 * step; index++) found.push(index * step);
+  for (let index = Math.ceil(low / step - 1e-9); index * step <= high + 1e-9 * step; index++) found.push(index * step || 0);
   return found;
+}
+
+const ruler = document.createElement("canvas").getContext("2d");
+
+// Pixels that the longest of some labels takes.
+function widest(texts) {
+  ruler.font = `600 12px ${getComputedStyle(document.body).fontFamily}`;
+  return Math.max(...texts.map((text) => ruler.measureText(text).width));
 }
 
 function bounds(values, pad) {
@@ -64,7 +73,7 @@ function figure({ title, unit, wide, paint, table, note, label }) {
 }
 
 // Axes with a grid; returns the SVG, the scales, and the group to draw in.
-function axes(width, height, x, y, margin, { xLabel, xFormat = short, yFormat = short, yTicks = 4, zero } = {}) {
+function axes(width, height, x, y, margin, { xLabel, xFormat = short, yFormat = short, yTicks = 4.5, zero, xTicks } = {}) {
   const image = draw("svg", { width, height, viewBox: `0 0 ${width} ${height}` });
   const right = width - margin.right, bottom = height - margin.bottom;
   const sx = (value) => margin.left + (value - x[0]) / (x[1] - x[0]) * (right - margin.left);
@@ -73,7 +82,7 @@ function axes(width, height, x, y, margin, { xLabel, xFormat = short, yFormat = 
     image.append(draw("line", { class: tick === zero ? "axis" : "grid", x1: margin.left, x2: right, y1: sy(tick), y2: sy(tick) }));
     image.append(draw("text", { class: "tick", x: margin.left - 6, y: sy(tick) + 4, "text-anchor": "end" }, yFormat(tick)));
   }
-  for (const tick of ticks(x[0], x[1], Math.max(2, Math.min(6, (right - margin.left) / 60)))) {
+  for (const tick of xTicks ?? ticks(x[0], x[1], Math.max(2, Math.min(6, (right - margin.left) / 60)))) {
     image.append(draw("line", { class: "axis", x1: sx(tick), x2: sx(tick), y1: bottom, y2: bottom + 4 }));
     image.append(draw("text", { class: "tick", x: sx(tick), y: bottom + 17, "text-anchor": "middle" }, xFormat(tick)));
   }
@@ -89,7 +98,7 @@ function lineChart({ title, unit, lines, xLabel, wide, yFormat = short, dots, xF
   const many = lines.length > 1;
   const ends = lines.map((line) => `${many ? `${line.name} ` : ""}${yFormat(line.y.at(-1))}`);
   const paint = (width) => {
-    const room = Math.max(...ends.map((end) => end.length)) * 6.7 + 16;
+    const room = widest(ends) + 16;
     const beside = room < width * 0.36 && lines.length <= 8;
     const x = bounds(lines.flatMap((line) => line.x), 0);
     const y = bounds(lines.flatMap((line) => [...line.y, ...(line.low ?? []), ...(line.high ?? [])]), 0.06);
@@ -182,7 +191,7 @@ function numbersOf(lines, xLabel) {
 function trajectoryChart(lines) {
   const paint = (width) => {
     const height = 270, names = lines.map((line) => line.name);
-    const room = Math.max(...names.map((name) => name.length)) * 6.7 + 16, beside = room < width * 0.36;
+    const room = widest(names) + 16, beside = room < width * 0.36;
     const margin = { left: 46, right: beside ? room : 16, top: 12, bottom: 36 };
     const x = bounds(lines.flatMap((line) => line.x), 0.05), y = bounds(lines.flatMap((line) => line.y), 0.08);
     const { image, sx, sy } = axes(width, height, x, y, margin, { xLabel: "validation accuracy", xFormat: percentText });
@@ -211,7 +220,7 @@ function reliabilityChart(found) {
   const paint = (width) => {
     const height = Math.min(width, 290);
     const margin = { left: 46, right: 14, top: 10, bottom: 36 };
-    const { image, sx, sy } = axes(width, height, [0, 1], [0, 1], margin, { xLabel: "confidence", xFormat: short });
+    const { image, sx, sy } = axes(width, height, [0, 1.04], [0, 1.06], margin, { xLabel: "confidence" });
     image.append(draw("line", { class: "diagonal", x1: sx(0), y1: sy(0), x2: sx(1), y2: sy(1) }));
     for (const [confidence, accuracy, share] of found.reliability) {
       const place = { x: sx(confidence), y: sy(accuracy) };
@@ -227,13 +236,21 @@ function reliabilityChart(found) {
   return figure({ title: `Reliability of ${found.name}`, unit: `accuracy over confidence, ECE ${short(found.ece)}`, paint, table });
 }
 
-// Right answers upwards, wrong ones downwards, over the mean log-prob.
+// Right answers upwards, wrong ones downwards, over the mean log-prob, on a scale that is wider near zero.
 function histogramChart(found, most) {
   const { edges, right, wrong } = found.histogram;
+  const bend = (value) => -Math.sqrt(-value);
   const paint = (width) => {
-    const height = 230, margin = { left: 46, right: 14, top: 10, bottom: 36 };
-    const { image, sx, sy, right: end } = axes(width, height, [edges[0], edges.at(-1)], [-most.wrong, most.right], margin,
-      { xLabel: "mean log-prob per token, nats", yFormat: (value) => percentText(Math.abs(value)), zero: 0 });
+    const height = 250, margin = { left: 46, right: 14, top: 10, bottom: 36 };
+    const fitting = [];
+    for (const tick of [0, -0.001, -0.01, -0.05, -0.1, -0.2, -0.5, -1, -2, -4, -8, -16]) {
+      const place = (bend(tick) / bend(edges[0])) * (width - 60);
+      if (tick >= edges[0] && (!fitting.length || place - fitting.at(-1).place > 34)) fitting.push({ tick, place });
+    }
+    const { image, sx: straight, sy, right: end } = axes(width, height, [bend(edges[0]), 0], [-most, most], margin,
+      { xLabel: "mean log-prob per token, nats", xTicks: fitting.map(({ tick }) => bend(tick) || 0), xFormat: (value) => short(value ? -(value ** 2) : 0),
+        yFormat: (value) => percentText(Math.abs(value)), zero: 0 });
+    const sx = (value) => straight(bend(value));
     right.forEach((share, index) => {
       const x = sx(edges[index]) + 0.5, size = Math.max(sx(edges[index + 1]) - sx(edges[index]) - 1, 1);
       const bar = (value, kind) => draw("rect", { class: kind, x, width: size, y: Math.min(sy(0), sy(value)), height: Math.abs(sy(value) - sy(0)) },
@@ -242,12 +259,12 @@ function histogramChart(found, most) {
       if (wrong[index]) image.append(bar(-wrong[index], "wrong"));
     });
     image.append(draw("line", { class: "axis", x1: margin.left, x2: end, y1: sy(0), y2: sy(0) }));
-    image.append(draw("text", { class: "side right", x: margin.left + 8, y: margin.top + 12 }, "✓ right"));
-    image.append(draw("text", { class: "side wrong", x: margin.left + 8, y: height - margin.bottom - 8 }, "✕ wrong"));
+    image.append(draw("text", { class: "side right", x: margin.left + 8, y: margin.top + 12 }, `✓ right (${percentText(found.accuracy)})`));
+    image.append(draw("text", { class: "side wrong", x: margin.left + 8, y: height - margin.bottom - 8 }, `✕ wrong (${percentText(1 - found.accuracy)})`));
     return image;
   };
   const table = () => [["from", "to", "right", "wrong"], right.map((share, at) => [short(edges[at]), short(edges[at + 1]), percentText(share), percentText(wrong[at])])];
-  return figure({ title: `Log-probs of ${found.name}`, unit: "share of responses", paint, table });
+  return figure({ title: `Log-probs of ${found.name}`, unit: "shares of the right and of the wrong responses", paint, table });
 }
 
 // One bar per run, cut into phases.
@@ -257,8 +274,10 @@ function timingChart(runs) {
     const total = Object.values(run.seconds).reduce((sum, value) => sum + value, 0);
     const bar = make("div", { className: "bar" }, ...Object.entries(run.seconds).map(([phase, value]) =>
       make("div", { className: `part p${phases.indexOf(phase) % 7}`, style: { flexGrow: value / total }, title: `${phase}: ${seconds(value)}` },
-        value / total > 0.07 ? make("span", {}, `${phase} ${Math.round(100 * value / total)} %`) : "")));
-    return make("div", { className: "timing" }, make("p", {}, make("strong", {}, run.name), ` ${seconds(total)} in ${count(run.steps)} steps`), bar);
+        make("span", {}, `${phase} ${Math.round(100 * value / total)} %`))));
+    const key = make("ul", { className: "legend" }, ...Object.entries(run.seconds).map(([phase, value]) =>
+      make("li", {}, make("span", { className: `swatch p${phases.indexOf(phase) % 7}` }), `${phase} ${(100 * value / total).toFixed(1)} %`)));
+    return make("div", { className: "timing" }, make("p", {}, make("strong", {}, run.name), ` ${seconds(total)} in ${count(run.steps)} steps`), bar, key);
   });
   const speeds = [...new Set(runs.flatMap((run) => Object.keys(run.throughput)))];
   const table = () => [["phase", ...runs.map((run) => run.name)], [
@@ -280,8 +299,7 @@ async function drawCharts() {
   const over = (found) => found.map(({ title, unit, lines }) => lineChart({
     title, unit, lines: lines.map((line) => ({ ...line, name: line.name })), xLabel: "step" }));
   const evaluations = data.evaluations.filter((found) => found.reliability.length);
-  const most = { right: 0.01, wrong: 0.01 };
-  for (const found of evaluations) for (const kind of ["right", "wrong"]) most[kind] = Math.max(most[kind], ...found.histogram[kind]);
+  const most = Math.max(0.01, ...evaluations.flatMap((found) => [...found.histogram.right, ...found.histogram.wrong]));
   const covered = evaluations.filter((found) => found.coverage).map((found, index) => ({ name: found.name, colour: found.colour, dash: index % DASHES.length, ...found.coverage }));
   fill("calibration", [
     ...(covered.length ? [lineChart({ title: "Precision over coverage", unit: "accuracy of the most confident responses", lines: covered,

@@ -32,6 +32,11 @@ async function typeset(element) {
     renderMathInElement(copy, { delimiters: DELIMITERS, output: "mathml", throwOnError: true, strict: false, trust: false,
       maxSize: 20, maxExpand: 500, errorCallback: () => {} });
   } catch { return; } // nested too deeply to be a formula
+  for (const formula of copy.querySelectorAll('math[display="block"]')) { // the lines around it need no empty ones
+    const { previousSibling: before, nextSibling: after } = formula.closest(".katex").parentElement;
+    if (before?.nodeType === Node.TEXT_NODE) before.data = before.data.replace(/\n{1,2}$/, "");
+    if (after?.nodeType === Node.TEXT_NODE) after.data = after.data.replace(/^[^\S\n]*\n{1,2}/, "");
+  }
   if (element.textContent === source) element.replaceChildren(...copy.childNodes);
 }
 
@@ -94,7 +99,7 @@ class Browser {
     options("benchmark", benchmarks.length > 1 ? "all" : null, benchmarks);
     const seen = [...new Set(this.columns.verdict)].sort();
     options("verdict", "all", [...seen.map((at) => WORDS[verdicts[at]]), "cut off"], [...seen, "cut"]);
-    const evaluated = sources.findLastIndex((found) => found.total && !found.name.endsWith(", while training"));
+    const evaluated = sources.findLastIndex((found) => !found.training);
     this.form.elements.source.value = sources.length > 1 ? String(Math.max(evaluated, 0)) : "0";
   }
 
@@ -135,6 +140,7 @@ class Browser {
     };
     const [verdict, key, down] = views[name];
     for (const field of ["low", "high", "shortest", "longest", "text"]) this.form.elements[field].value = "";
+    this.form.elements.once.checked = name === "confident-wrong" || name === "unsure-right";
     const select = this.form.elements.verdict;
     select.value = [...select.options].some((option) => option.value === verdict) ? verdict : "";
     this.sort = { key, down };
@@ -161,12 +167,13 @@ class Browser {
       found.push(row);
     }
     this.view = this.sorted(found);
+    if (this.form.elements.once.checked) this.view = this.firstOfEach(this.view);
     for (const button of document.querySelectorAll("[data-sort]")) {
       const active = button.dataset.sort === this.sort.key;
       button.setAttribute("aria-pressed", String(active));
       button.dataset.direction = active ? (this.sort.down ? "down" : "up") : "";
     }
-    document.getElementById("status").textContent = `${count(found.length)} of ${count(index.rows)} responses`;
+    document.getElementById("status").textContent = `${count(this.view.length)} of ${count(index.rows)} responses`;
     this.chosen = -1;
     this.rows.scrollTop = 0;
     this.layOut();
@@ -189,6 +196,15 @@ class Browser {
     return rows.sort((a, b) => { // what has no value comes last
       const lacks = Number.isNaN(keys[a]) - Number.isNaN(keys[b]);
       return lacks || sign * (keys[a] - keys[b]) || a - b;
+    });
+  }
+
+  // The first row of each question, model and step.
+  firstOfEach(rows) {
+    const seen = new Set(), { source, step, question } = this.columns;
+    return rows.filter((row) => {
+      const key = `${source[row]} ${step[row]} ${question[row]}`;
+      return !seen.has(key) && seen.add(key);
     });
   }
 
@@ -273,7 +289,7 @@ class Browser {
         make("p", { className: `badge ${verdict}` }, `${MARKS[verdict]} ${WORDS[verdict]}`),
         make("h3", {}, make("bdi", {}, visible(`${index.benchmarks[benchmark]} · ${id}`))), back),
       make("dl", { className: "facts" },
-        fact("Model", visible(index.sources[columns.source[row]].name) + (columns.step[row] ? `, step ${count(columns.step[row])}` : "")),
+        fact("Model", visible(index.sources[columns.source[row]].name) + (index.sources[columns.source[row]].training ? `, step ${count(columns.step[row])}` : "")),
         fact("Confidence", Number.isNaN(this.confidence[row]) ? "–" : this.confidence[row].toFixed(4)),
         fact("Mean log-prob", Number.isNaN(logprob) ? "–" : `${logprob.toFixed(4).replace("-", "−")} nats`),
         fact("Tokens", count(columns.tokens[row]) + (columns.truncated[row] ? ", cut off" : "")),
