@@ -11,7 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from capo_megatron.evaluation.calibration import bootstrap_interval, paired_auc, precision_coverage
+from capo_megatron.evaluation.calibration import (
+    PairedAuc,
+    bootstrap_interval,
+    paired_auc,
+    precision_coverage,
+)
 from capo_megatron.evaluation.records import Columns, summarise
 from capo_megatron.evaluation.report.gather import Run
 from capo_megatron.types import EvalRecord
@@ -126,10 +131,16 @@ def changes(before: Evaluation, after: Evaluation) -> tuple[Change, Change]:
         a.right_by_question[at_a] / a.samples_by_question[at_a],
         b.right_by_question[at_b] / b.samples_by_question[at_b],
     )
+    paired = on_common_ground(before, after)
+    return accuracy, _change(paired.per_question_a, paired.per_question_b)
+
+
+def on_common_ground(before: Evaluation, after: Evaluation) -> PairedAuc:
+    """AUC-means on the questions that are mixed under both."""
+    a, b = before.columns, after.columns
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # NaN says it
-        paired = paired_auc(a.score, a.correct, a.question, b.score, b.correct, b.question)
-    return accuracy, _change(paired.per_question_a, paired.per_question_b)
+        return paired_auc(a.score, a.correct, a.question, b.score, b.correct, b.question)
 
 
 def _change(a: Floats, b: Floats) -> Change:

@@ -15,12 +15,13 @@ from importlib.resources import files
 from itertools import groupby
 from pathlib import Path
 from string import Template
+from tempfile import TemporaryFile
 from typing import Any
 
 from capo_megatron.errors import CapoError, DataError
 from capo_megatron.evaluation.records import read_records
 from capo_megatron.evaluation.report import figures
-from capo_megatron.evaluation.report.figures import Evaluation, changes
+from capo_megatron.evaluation.report.figures import Evaluation
 from capo_megatron.evaluation.report.findings import (
     Finding,
     Judgement,
@@ -51,20 +52,23 @@ _OWN_COLOUR = {"capo": 0, "grpo": 1}  # as in the figures, where nothing else ha
 def write_report(runs: Sequence[Path], destination: Path, *, samples: int = MOST_SAMPLES) -> Path:
     """Write one self-contained HTML file about these runs; its path.
 
-    `runs` are run folders or records files (jsonl); the models of several are compared on the questions they share. At
-    most `samples` responses of each evaluation can be read on the page, in whole questions evenly spread; the numbers
-    are of all. What a folder lacks is said on the page. Raises DataError if there is no run, or a records file cannot
-    be read; CapoError if the page cannot be written.
+    `runs` are run folders or records files (jsonl); the models of several are compared on the questions they share.
+    About `samples` responses of each evaluation, if it has more, can be read on the page, in whole questions evenly
+    spread; the numbers are of all. What a folder lacks is said on the page. Raises DataError if there is no run, or a
+    records file cannot be read; CapoError if the page cannot be written.
     """
     destination = Path(destination)
-    if destination.is_dir():
-        raise CapoError(f"{destination}: is a folder. Name a file to write, such as {destination / 'report.html'}.")
+    if destination.exists() and not destination.is_file():
+        raise CapoError(
+            f"{destination}: is a folder or a device. Name a file to write, such as {destination / 'report.html'}."
+        )
     if samples < 1:
         raise CapoError(f"report: samples={samples}: must be 1 or more.")
     found = open_runs(runs)
     folder = destination.resolve().parent
     make_folder(folder)
-    with writing(destination), Samples(folder) as texts:
+    with writing(destination), TemporaryFile(dir=folder) as spool:
+        texts = Samples(spool)
         evaluations = _evaluations(found, texts, samples)
         for run in found:
             texts.add_training(f"{run.name}, while training", training_samples(run))
@@ -73,7 +77,8 @@ def write_report(runs: Sequence[Path], destination: Path, *, samples: int = MOST
 
 
 def _write(path: Path, parts: Iterable[bytes]) -> None:
-    """Replace `path` as a whole, whatever its size."""
+    """Replace `path` as a whole, whatever its size. A link stays, and what it leads to is replaced."""
+    path = path.resolve()
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with aside.open("wb") as file:
@@ -303,7 +308,11 @@ def _judgement(one: Judgement, colour: Colour) -> str:
 
 
 def _arrow(before: str, after: str) -> str:
-    was = f'<span class="was">{_text(before)}</span><span class="to" aria-label="to">→</span>' if before else ""
+    was = (
+        f'<span class="was">{_text(before)}</span><span class="to" aria-label="to">→</span>'
+        if before not in ("", "undefined")
+        else ""
+    )
     return f'<span class="value">{was}<strong>{_text(after)}</strong></span>'
 
 
@@ -377,8 +386,8 @@ def _benchmark_row(numbers: Mapping[str, float]) -> list[str]:
 def _paired(reference: Evaluation, one: Evaluation) -> str:
     if one is reference:
         return ""
-    _, paired = changes(reference, one)
-    return f"{decimal(paired.before)} → {decimal(paired.after)} ({paired.questions:,})" if paired.questions else _NONE
+    paired = figures.on_common_ground(reference, one)
+    return f"{decimal(paired.value_a)} → {decimal(paired.value_b)} ({paired.n_valid:,})" if paired.n_valid else _NONE
 
 
 def _swatch(one: Evaluation, colours: Sequence[Colour]) -> str:

@@ -11,12 +11,9 @@ import gzip
 import json
 import math
 import sys
-import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from hashlib import blake2b
-from pathlib import Path
 from typing import IO, Any
 
 from capo_megatron.types import EvalRecord, Verdict
@@ -77,12 +74,11 @@ class _Numbers(dict[Any, int]):
 
 
 class Samples:
-    """Takes responses, and spools their texts to a nameless file in `folder`, which needs as much room as the page."""
+    """Takes responses, and spools their texts to `file`: an empty one, which needs as much room as the page."""
 
-    def __init__(self, folder: Path) -> None:
-        self._closing = ExitStack()
-        self._file = self._closing.enter_context(tempfile.TemporaryFile(dir=folder))
-        self._responses, self._prompts = _Pieces("response", self._file), _Pieces("prompt", self._file)
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._responses, self._prompts = _Pieces("response", file), _Pieces("prompt", file)
         self._sources: list[dict[str, Any]] = []
         self._benchmarks, self._answers = _Numbers(), _Numbers()
         self._questions: dict[tuple[str, str, bytes], int] = {}
@@ -99,20 +95,16 @@ class Samples:
             "logprob": array("f"),
         }
 
-    def __enter__(self) -> Samples:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._closing.close()
-
     def __len__(self) -> int:
         return len(self._columns["source"])
 
     def add(self, label: str, records: Sequence[EvalRecord], most: int = MOST_SAMPLES) -> None:
-        """Take the records of one evaluation: all, or `most` of them in whole questions, evenly spread."""
-        every = max(1, math.ceil(len(records) / most))
+        """Take the records of one evaluation: all, or about `most` of them in whole questions, evenly spread."""
         numbers = _Numbers()
-        kept = [record for record in records if numbers[record.benchmark, record.question] % every == 0]
+        number = [numbers[record.benchmark, record.question] for record in records]
+        wanted = min(len(numbers), max(1, len(numbers) * most // max(len(records), 1)))
+        chosen = {index * len(numbers) // wanted for index in range(wanted)}
+        kept = [record for record, question in zip(records, number, strict=True) if question in chosen]
         self._begin(label, len(kept), len(records))
         for record in kept:
             logprob = record.logprob_sum / record.tokens if record.tokens > 0 else math.nan

@@ -22,22 +22,31 @@ function loadKatex() {
   return katexReady;
 }
 
-// Typeset the formulas in an element that holds one text. What is no valid LaTeX stays the text that it is.
+// Typeset the formulas in an element that holds one text. What is no valid LaTeX stays the text that it is. Paragraphs
+// are done one by one, so that a dollar sign without its partner spoils only its own.
 async function typeset(element) {
   const source = element.textContent;
   if (!/[$\\]/.test(source)) return;
   await loadKatex();
-  const copy = make("div", {}, source);
-  try {
-    renderMathInElement(copy, { delimiters: DELIMITERS, output: "mathml", throwOnError: true, strict: false, trust: false,
-      maxSize: 20, maxExpand: 500, errorCallback: () => {} });
-  } catch { return; } // nested too deeply to be a formula
-  for (const formula of copy.querySelectorAll('math[display="block"]')) { // the lines around it need no empty ones
-    const { previousSibling: before, nextSibling: after } = formula.closest(".katex").parentElement;
-    if (before?.nodeType === Node.TEXT_NODE) before.data = before.data.replace(/\n{1,2}$/, "");
-    if (after?.nodeType === Node.TEXT_NODE) after.data = after.data.replace(/^[^\S\n]*\n{1,2}/, "");
+  const copy = make("div", {});
+  for (const part of source.split(/(\n[^\S\n]*\n\s*)/)) copy.append(/\S/.test(part) ? typesetParagraph(part) : part);
+  for (const formula of copy.querySelectorAll('math[display="block"]')) { // it has its own distance to the lines around it
+    const place = formula.closest(".katex").parentElement;
+    for (const side of ["previousSibling", "nextSibling"]) {
+      const beside = place[side] ?? place.parentElement[side];
+      if (beside?.nodeType === Node.TEXT_NODE) beside.data = beside.data.replace(side === "nextSibling" ? /^\s*\n/ : /\n\s*$/, "");
+    }
   }
   if (element.textContent === source) element.replaceChildren(...copy.childNodes);
+}
+
+function typesetParagraph(text) {
+  const found = make("span", {}, text);
+  try {
+    renderMathInElement(found, { delimiters: DELIMITERS, output: "mathml", throwOnError: true, strict: false, trust: false,
+      maxSize: 20, maxExpand: 500, errorCallback: () => {} });
+    return found;
+  } catch { return make("span", {}, text); } // nested too deeply to be a formula
 }
 
 class Texts {
