@@ -52,7 +52,7 @@ def many() -> list[EvalRecord]:
                 sample=number % 8,
                 prompt=f"Solve problem {number // 8}",
                 response=response,
-                extracted="<b>7</b>",
+                extracted=r"\frac{1}{7}" if number == 9 else "<b>7</b>",
                 answer="7",
                 correct=right,
                 verdict="correct" if right else "wrong",
@@ -254,6 +254,11 @@ def test_nesting_without_end_and_a_huge_text(tab: Any) -> None:
     assert "the end" not in tab.inner_text("#detail .response")
     tab.click("text=Show all 150,007 characters")
     assert tab.inner_text("#detail .response").endswith("the end")
+
+
+def test_an_answer_is_a_formula(tab: Any) -> None:
+    open_response(tab, 9)
+    playwright.expect(tab.locator("#detail .facts mfrac")).to_have_count(1)
 
 
 def test_siblings_lead_to_each_other(tab: Any) -> None:

@@ -18,6 +18,7 @@ _UNGRADED = 0.01
 _GAP = 2.0  # of exp |gap| at the 99th percentile, where engine and policy no longer are one model
 _ENTROPY_LEFT = 0.1  # of the entropy at the start
 _NO_GRADIENT = 0.8  # of the groups
+_MANY = 4  # models, beyond which not every two are compared
 _CLEAR = 1.96  # standard errors
 
 _HEADLINES: dict[tuple[int, int | None], tuple[Tone, str]] = {  # signs of accuracy and of paired AUC
@@ -116,9 +117,9 @@ def judge_validation(run: Run, index: int) -> Judgement:
 
 
 def against_each_other(finals: Sequence[Evaluation]) -> list[Finding]:
-    """The later of every two final models against the earlier one."""
+    """The later of every two final models against the earlier one; if they are many, all against the first."""
     found = []
-    for index, first in enumerate(finals):
+    for index, first in enumerate(finals if len(finals) <= _MANY else finals[:1]):
         for second in finals[index + 1 :]:
             accuracy, paired = changes(first, second)
             if accuracy.sign is None:

@@ -232,7 +232,7 @@ def _charts(runs: Sequence[Run], evaluations: Sequence[Evaluation], colours: Seq
         found = []
         for title, unit, metrics in groups:
             lines = [
-                {"name": _line_name(run, label), "colour": colours[index], "dash": dash} | line
+                {"name": _line_name(run, label), "colour": colours[index], "dash": dash + index // _COLOURS} | line
                 for index, run in enumerate(runs)
                 for dash, (metric, label) in enumerate(metrics.items())
                 if (line := figures.curve(run, metric)) is not None
@@ -308,12 +308,8 @@ def _judgement(one: Judgement, colour: Colour) -> str:
 
 
 def _arrow(before: str, after: str) -> str:
-    was = (
-        f'<span class="was">{_text(before)}</span><span class="to" aria-label="to">→</span>'
-        if before not in ("", "undefined")
-        else ""
-    )
-    return f'<span class="value">{was}<strong>{_text(after)}</strong></span>'
+    was = f'<span class="was">{_text(before)}</span><span class="to" aria-label="to">→</span>'
+    return f'<span class="value">{was if before else ""}<strong>{_text(after)}</strong></span>'
 
 
 def _findings(found: Sequence[Finding], title: str) -> str:

@@ -110,7 +110,7 @@ function lineChart({ title, unit, lines, xLabel, wide, yFormat = short, dots, xF
         const back = [...line.x].reverse(), high = [...line.high].reverse();
         image.append(draw("path", { class: `band ${colour}`, d: `${path(line.x, line.low, sx, sy)}L${path(back, high, sx, sy).slice(1)}Z` }));
       }
-      image.append(draw("path", { class: `line ${colour}`, "stroke-dasharray": DASHES[line.dash ?? 0], d: path(line.x, line.y, sx, sy) }));
+      image.append(draw("path", { class: `line ${colour}`, "stroke-dasharray": DASHES[(line.dash ?? 0) % DASHES.length], d: path(line.x, line.y, sx, sy) }));
       if (dots ?? line.x.length <= 16) {
         line.x.forEach((at, index) => image.append(draw("circle", { class: `dot ${colour}`, r: 2.4, cx: sx(at), cy: sy(line.y[index]) })));
       }
@@ -135,7 +135,7 @@ function lineChart({ title, unit, lines, xLabel, wide, yFormat = short, dots, xF
 function legend(lines, texts) {
   return make("ul", { className: "legend" }, ...lines.map((line, index) => {
     const key = draw("svg", { width: 22, height: 10, "aria-hidden": "true" },
-      draw("line", { class: `line c${line.colour}`, "stroke-dasharray": DASHES[line.dash ?? 0], x1: 0, x2: 22, y1: 5, y2: 5 }));
+      draw("line", { class: `line c${line.colour}`, "stroke-dasharray": DASHES[(line.dash ?? 0) % DASHES.length], x1: 0, x2: 22, y1: 5, y2: 5 }));
     return make("li", {}, key, texts[index]);
   }));
 }

@@ -13,6 +13,8 @@ const DELIMITERS = [
     { left: `\\begin{${name}}`, right: `\\end{${name}}`, display: true })),
 ];
 
+const KATEX = { output: "mathml", throwOnError: true, strict: false, trust: false, maxSize: 20, maxExpand: 500 };
+
 let katexReady = null;
 
 function loadKatex() {
@@ -40,11 +42,17 @@ async function typeset(element) {
   if (element.textContent === source) element.replaceChildren(...copy.childNodes);
 }
 
+// The same for a text that is one formula, such as an answer.
+async function typesetFormula(element, text) {
+  await loadKatex();
+  const copy = make("span", {});
+  try { katex.render(text, copy, { ...KATEX }); element.replaceChildren(copy); } catch { /* it stays text */ }
+}
+
 function typesetParagraph(text) {
   const found = make("span", {}, text);
   try {
-    renderMathInElement(found, { delimiters: DELIMITERS, output: "mathml", throwOnError: true, strict: false, trust: false,
-      maxSize: 20, maxExpand: 500, errorCallback: () => {} });
+    renderMathInElement(found, { ...KATEX, delimiters: DELIMITERS, errorCallback: () => {} });
     return found;
   } catch { return make("span", {}, text); } // nested too deeply to be a formula
 }
@@ -224,6 +232,7 @@ class Browser {
   tall() { return this.view.length * this.rowHeight() > TALLEST; }
 
   layOut() {
+    document.querySelector(".row.head").style.borderRightWidth = `${this.rows.offsetWidth - this.rows.clientWidth}px`; // as the scroll bar
     this.space.style.height = `${Math.min(this.view.length * this.rowHeight(), TALLEST)}px`;
     this.paint();
   }
@@ -313,7 +322,8 @@ class Browser {
 
   inline(text) {
     const found = make("bdi", { className: "inline" }, visible(text.length > 400 ? `${text.slice(0, 400)}…` : text));
-    if (this.maths && text.length <= 400) typeset(found);
+    if (!this.maths || text.length > 400) return found;
+    if (text.includes("$") || !/[\\^{]/.test(text)) typeset(found); else typesetFormula(found, text);
     return found;
   }
 

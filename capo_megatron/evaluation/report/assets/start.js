@@ -41,9 +41,8 @@ function visible(text) {
 function short(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   const size = Math.abs(value);
-  if (size !== 0 && (size < 0.001 || size >= 1e7)) return value.toExponential(1).replace("-", "−");
-  const digits = size >= 1000 ? 0 : size >= 100 ? 0 : size >= 10 ? 1 : size >= 1 ? 2 : 3;
-  return value.toLocaleString("en", { maximumFractionDigits: digits }).replace("-", "−");
+  if (size !== 0 && (size < 0.0005 || size >= 1e7)) return value.toExponential(1).replaceAll("-", "−");
+  return value.toLocaleString("en", size < 1000 ? { maximumSignificantDigits: 3 } : { maximumFractionDigits: 0 }).replace("-", "−");
 }
 
 const count = (value) => value.toLocaleString("en");
