@@ -76,7 +76,8 @@ def judge(before: Evaluation, after: Evaluation, run: Run) -> Judgement:
         return Judgement(after.label, after.run, "warn", "Not compared", (), (nothing, *_cautions(after, run)))
     tone, headline = _HEADLINES[sign, paired.sign]
     findings = [*_what_changed(before, after, accuracy, paired), *_cautions(after, run)]
-    return Judgement(after.label, after.run, tone, headline, _figures(before, after, accuracy, paired), tuple(findings))
+    name = f"{after.label}, compared with {before.label}"
+    return Judgement(name, after.run, tone, headline, _figures(before, after, accuracy, paired), tuple(findings))
 
 
 def describe_alone(found: Evaluation, run: Run) -> Judgement:

@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
-from itertools import groupby
 from pathlib import Path
 from string import Template
 from tempfile import TemporaryFile
@@ -146,12 +145,10 @@ def _label(run: Run, model: str, step: int, is_base: bool, several: bool) -> str
 
 def _judgements(runs: Sequence[Run], evaluations: Sequence[Evaluation]) -> tuple[list[Judgement], list[Finding]]:
     """What is said of each run, and of the final models against each other."""
-    finals = [
-        max(group, key=lambda one: one.step) if runs[run].is_folder else last
-        for run, members in groupby((one for one in evaluations if not one.is_base), key=lambda one: one.run)
-        for group in [list(members)]
-        for last in group[-1:]
-    ]
+    finals = []
+    for index in range(len(runs)):
+        trained = [one for one in evaluations if one.run == index and not one.is_base]
+        finals += [max(trained, key=lambda one: one.step)] if trained else []
     said = []
     reference = evaluations[0] if evaluations else None
     for index, run in enumerate(runs):
