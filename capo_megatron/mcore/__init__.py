@@ -2,11 +2,10 @@
 
 import importlib
 import logging
+import sys
 import warnings
 from functools import partial
 from unittest.mock import patch
-
-import torch
 
 # Megatron-core warns on import about every optional CUDA library that is absent; `doctor` reports those on request.
 warnings.filterwarnings("ignore", module=r"megatron\..*")
@@ -29,8 +28,8 @@ def _is_news(start: str, record: logging.LogRecord) -> bool:
 for _name, _start in _KNOWN.items():
     logging.getLogger(_name).addFilter(partial(_is_news, _start))
 
-if not torch.cuda.is_available():
-    # Megatron-core lets Inductor compile its fused functions, most of which a CPU never calls: as it imports itself,
-    # every rank would wait for a second and a half for Inductor, and the first call for a C++ compiler.
-    with patch.object(torch, "compile", lambda function=None, **_: function or (lambda it: it)):
+if (_torch := sys.modules.get("torch")) is not None and not _torch.cuda.is_available():
+    # Megatron-core lets Inductor compile its fused functions, none of which a CPU calls here: as it imports itself,
+    # every rank would wait a second and a half for Inductor. `doctor` comes without torch, and imports neither.
+    with patch.object(_torch, "compile", lambda function=None, **_: function or (lambda it: it)):
         importlib.import_module("megatron.core")
