@@ -68,13 +68,12 @@ def many() -> list[EvalRecord]:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The report of two steps of the laptop task, evaluated before and after, beside a file of responses."""
+    """The report of two steps of the laptop task and their evaluation, beside a file of responses."""
     folder = tmp_path_factory.mktemp("report")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         assert main(["train", str(write_config(folder))]) == 0
-        for which in ([], ["--base"]):
-            assert main(["eval", "run", "--problems", "6", "--n", "4", *which]) == 0
+        assert main(["eval", "run", "--problems", "6", "--n", "4"]) == 0
         write_records(folder / "many.jsonl", many())
         return write_report([Path("run"), Path("many.jsonl")], folder / "report.html")
 
@@ -144,7 +143,7 @@ def open_response(tab: Any, number: int) -> None:
 def test_every_section_is_drawn(tab: Any, page: Path) -> None:
     assert tab.locator("#summary .card h3").count() >= 2
     assert tab.locator("#training svg").count() >= 8
-    assert tab.locator("#calibration svg").count() == 7  # coverage, and two of each of three models
+    assert tab.locator("#calibration svg").count() == 5  # coverage, and two of each of two models
     assert tab.locator("#time .bar").count() == 1
     assert tab.locator("#settings details").count() == 1
     total = sum(len(read_records(path)) for path in (page.parent / "run" / "eval").glob("*.jsonl")) + 3000 + 32
