@@ -147,7 +147,7 @@ if [[ $docker == yes ]]; then
   flags+=(--user "$(id -u):$(id -g)" --env HOME=/tmp --env USER=capo)
   while read -r name; do
     flags+=(--env "$name") # by name: a key must not be seen in the list of processes
-  done < <(compgen -e | grep -E '^(NCCL|GLOO|UCX|TORCH|CUDA|NVTE|OMP|HF|WANDB)_' | grep -vE '^CUDA_(HOME|PATH)$')
+  done < <(compgen -e | grep -E '^(NCCL|GLOO|UCX|TORCH|CUDA|NVTE|OMP|HF|WANDB|CAPO)_' | grep -vE '^CUDA_(HOME|PATH)$')
   for folder in "$PWD" ${mounts[@]+"${mounts[@]}"}; do
     flags+=(--volume "$folder:$folder")
   done

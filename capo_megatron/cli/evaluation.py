@@ -1,4 +1,4 @@
-"""The commands that work on records alone: `metrics` and `calibrate`."""
+"""The commands that work on what runs have written: `metrics`, `calibrate` and `report`."""
 
 from __future__ import annotations
 
@@ -37,6 +37,13 @@ def add_evaluation(command: Command) -> None:
     calibrate.add_argument("--precision", type=float, required=True, help="wanted of the answers that are given")
     calibrate.add_argument("--method", choices=("threshold", "isotonic"), default="threshold")
     calibrate.add_argument("--output", type=Path, required=True, help="file for the rule")
+
+    report = command("report", _report, "one HTML page of runs: verdicts, curves, calibration, every response")
+    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or a file of records")
+    report.add_argument(
+        "--output", type=Path, help="the page (default: report.html, of one run in its folder, of several here)"
+    )
+    report.add_argument("--samples", type=whole_number, default=100_000, help="responses at most (default 100,000)")
 
 
 def _add_records(added: argparse.ArgumentParser) -> None:
@@ -98,4 +105,13 @@ def _calibrate(options: argparse.Namespace) -> int:
         f"{rule.threshold:.4g} on, with precision {rule.precision:.3f} ({rule.precision_low:.3f} to "
         f"{rule.precision_high:.3f})"
     )
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from capo_megatron.evaluation.report import write_report
+
+    alone = options.runs[0] if len(options.runs) == 1 and options.runs[0].is_dir() else Path()
+    path = write_report(options.runs, options.output or alone / "report.html", samples=options.samples)
+    say(f"report: {path}")
     return 0

@@ -29,10 +29,11 @@ def separate(address: str, **changes: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def engine_server(config: Path, address: str, ranks: int = 1) -> Iterator[subprocess.Popen[str]]:
+def engine_server(config: Path, address: str, ranks: int = 1, **environment: str) -> Iterator[subprocess.Popen[str]]:
     """`capo-megatron engine`, in the config's folder, where its output goes to engine.log."""
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     known = {**os.environ, SECRET: TOKEN, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    known |= environment
     command = [sys.executable, "-m", "capo_megatron", "engine", str(config), "--listen", address]
     command += ["--nproc", str(ranks)] if ranks > 1 else []
     with (config.parent / "engine.log").open("w") as log:

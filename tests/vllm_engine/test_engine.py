@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 
@@ -112,3 +115,43 @@ def test_a_prompt_that_does_not_fit_is_refused() -> None:
     with pytest.raises(RolloutError, match="while it sleeps"):
         ours.generate(long_problems(1), 1, SamplingParams(4))
     ours.wake()
+
+
+def giving_up(engine: Any, times: int) -> tuple[Any, list[int]]:
+    """vLLM's `generate`, which so often gives up on the last request, and how many requests each call had."""
+    generate, asked = engine._llm.generate, []
+
+    def failing(prompts: Sequence[Any], *rest: Any, **named: Any) -> Any:
+        asked.append(len(prompts))
+        outputs = generate(prompts, *rest, **named)
+        if len(asked) <= times:
+            outputs[-1].outputs[0].finish_reason = "error"  # as after an error while it handled that request
+        return outputs
+
+    return failing, asked
+
+
+@pytest.mark.parametrize(("times", "lost"), [(2, 0), (3, 1)], ids=["in the end it comes", "it never comes"])
+def test_a_response_that_vllm_gives_up_on_is_asked_for_again_and_then_left_out(
+    times: int, lost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours: Any = engine(True)
+    ours.load_weights(weights_of(wide_model()), 0)
+    problems, params = long_problems(3), SamplingParams(8, seed=7)
+    whole = ours.generate(problems, 2, params)
+    failing, asked = giving_up(ours, times)
+    monkeypatch.setattr(ours, "_retries", 2)
+    monkeypatch.setattr(ours._llm, "generate", failing)
+    found = ours.generate(problems, 2, params)
+    assert asked == [6, 1, 1]
+    tokens = [[sample.ids for sample in group] for group in whole]
+    tokens[2] = tokens[2][: 2 - lost]
+    assert [[sample.ids for sample in group] for group in found] == tokens, "a second attempt has the seed of the first"
+
+
+def test_a_token_that_cannot_be_scored_is_no_small_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours: Any = engine(True)
+    ours.load_weights(weights_of(wide_model()), 0)
+    monkeypatch.setattr(ours._llm, "generate", giving_up(ours, 1)[0])
+    with pytest.raises(RolloutError, match="it gave up on 1 of 4 tokens to score"):
+        ours.logprobs([((1, 2), (3, 4)), ((5,), (6, 7))], 1.0)
