@@ -44,7 +44,8 @@ def vote(table: Table, mean_logprob: Floats, k: int, seed: int = 0, curve: bool 
     `mean_logprob` [rows of the table], NaN where there is none: such responses have a vote, and no mass.
     """
     starts, draw = table.starts, np.random.default_rng(seed)
-    questions, single = len(starts), k == 1 or (not curve and len(table) == k * len(starts))
+    questions = len(starts)
+    single = len(table) == k * questions and (k == 1 or not curve)  # every draw would be the same
     answer = np.where(table.correct, _RIGHT, table.answer)
     prob = np.nan_to_num(np.exp(np.minimum(mean_logprob, 0.0)), nan=0.0)
 
@@ -59,19 +60,17 @@ def vote(table: Table, mean_logprob: Floats, k: int, seed: int = 0, curve: bool 
         for block in _blocks(questions, k):
             found = block_of(rows[block])
             for method, accuracy in right.items():
-                accuracy[block] += found.right[method] / draws
+                accuracy[block] += found.right[method]
             for method, of_winner in share.items():
-                of_winner[block] += found.share[method] / draws
+                of_winner[block] += found.share[method]
+    right = {method: accuracy / draws for method, accuracy in right.items()}
     right["rpc"] = np.full((questions, k), np.nan)
     fitted = np.sort(draw.permutation(questions)[:RPC_FITS])
     times = 1 if single else _draws(RPC_FITS, questions)
-    found_by_rpc = np.zeros((len(fitted), k))
-    for _ in range(times):
-        rows = _drawn(table, starts, k, draw)[fitted]
-        for block in _blocks(len(fitted), k):
-            found_by_rpc[block] += block_of(rows[block]).rpc(curve) / times
-    right["rpc"][fitted] = found_by_rpc
-    return Votes(right, share)
+    rows = np.concatenate([_drawn(table, starts, k, draw)[fitted] for _ in range(times)])
+    by_rpc = np.concatenate([block_of(rows[block]).rpc(curve) for block in _blocks(len(rows), k)])
+    right["rpc"][fitted] = by_rpc.reshape(times, len(fitted), k).mean(axis=0)
+    return Votes(right, {method: of_winner / draws for method, of_winner in share.items()})
 
 
 def _draws(enough: int, questions: int) -> int:
