@@ -183,7 +183,7 @@ def values_per_question(table: Table, score: Floats, samples: int) -> dict[str, 
 def votes_per_question(table: Table, samples: int, seed: int = 0) -> dict[str, Floats]:
     """Method -> [Q] accuracy of the answer that it selects among `samples`. Only what the records allow."""
     logprob = _logprob(table)
-    return _selected(table, vote(table, logprob, samples, seed), logprob)
+    return _selected(table, vote(table, logprob, samples, seed, curve=False), logprob)
 
 
 def _logprob(table: Table) -> Floats:

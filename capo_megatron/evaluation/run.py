@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, count
 
@@ -15,7 +15,7 @@ from capo_megatron.rollout.collect import Collected, collect, share_of
 from capo_megatron.seams import ResponseReader, RewardFunction, RolloutEngine, SamplingParams, Team
 from capo_megatron.types import EvalRecord, Problem, Verdict
 
-__all__ = ["Comparison", "compare", "evaluate", "read_records", "summarise", "write_records"]
+__all__ = ["Comparison", "compare", "evaluate", "read_records", "rescore", "summarise", "write_records"]
 
 
 def evaluate(
@@ -48,6 +48,30 @@ def evaluate(
         sums = _logprob_sums(found, engine, params, team)
         records += _records(found, sums, model, step)
     return records
+
+
+def rescore(
+    engine: RolloutEngine,
+    records: Sequence[EvalRecord],
+    encode: Callable[[Sequence[str]], Sequence[Sequence[int]]],
+    end: int,
+    *,
+    model: str,
+    step: int,
+) -> list[EvalRecord]:
+    """The same responses with the log-probs that the engine's weights give them, for fixed-sample AUC.
+
+    `encode` gives the token ids of texts, without special tokens, and `end` ends every response that is not truncated.
+    A text may be cut into other tokens than were sampled: rescore the model that sampled, too. Verdicts stay.
+    """
+    prompts, responses = (encode([getattr(record, name) for record in records]) for name in ("prompt", "response"))
+    ends = [[] if record.truncated else [end] for record in records]
+    sequences = [(prompt, [*ids, *last]) for prompt, ids, last in zip(prompts, responses, ends, strict=True)]
+    scored = engine.logprobs(sequences, 1.0)
+    return [
+        replace(record, logprob_sum=sum(values), tokens=len(values), lowest_logprobs=None, model=model, step=step)
+        for record, values in zip(records, scored, strict=True)
+    ]
 
 
 def _named(problems: Sequence[Problem]) -> list[Problem]:

@@ -32,7 +32,7 @@ TIE = 1e-12  # relative difference below which two masses are equal: sums of the
 MIXTURE_START = (0.5, 1.0, 1.0, 1.5, 2.0)  # weight, shape 1, scale 1, shape 2, scale 2
 WEIGHT_BOUNDS = (0.2, 0.8)
 LEAST = 0.01  # that a shape or scale may be
-_MOST_STEPS, _MOST_TRIALS = 100, 12  # of a fit, and of a line search
+_MOST_STEPS, _MOST_TRIALS = 80, 8  # of a fit, and of a line search
 _LONGEST = 3.0  # step of a coordinate, of which one unit is a factor of e
 _FLAT = 1e-5  # steepest gradient at a maximum
 
@@ -138,17 +138,18 @@ def rpc_keep(prob: ArrayLike) -> NDArray[np.bool_]:
     return keep_matrix(value[None])[0]
 
 
-def keep_matrix(prob: Floats) -> NDArray[np.bool_]:
-    """[Q, N] bool: `rpc_keep` of the rows of [Q, N] probabilities, all at once."""
-    keep = np.ones(prob.shape, dtype=bool)
-    if prob.shape[1] < FEWEST_TO_PRUNE:
-        return keep
-    varied = np.flatnonzero(prob.min(axis=1) < prob.max(axis=1))
-    value = prob[varied]
-    mixtures = _fit(_log(value))
+def keep_matrix(prob: Floats, given: NDArray[np.bool_] | None = None) -> NDArray[np.bool_]:
+    """[Q, N] bool: `rpc_keep` of the rows of [Q, N] probabilities, all at once; of those that are `given`, if it is."""
+    given = np.ones(prob.shape, dtype=bool) if given is None else given
+    count = given.sum(axis=1)
+    largest = prob.max(axis=1, initial=-1.0, where=given)
+    smallest = prob.min(axis=1, initial=2.0, where=given)
+    varied = np.flatnonzero((count >= FEWEST_TO_PRUNE) & (smallest < largest))
+    keep, value, given = np.ones(prob.shape, dtype=bool), prob[varied], given[varied]
+    mixtures = _fit(_log(value), given)
     mixtures[~np.isfinite(mixtures).all(axis=1)] = MIXTURE_START
-    high = _memberships(value, mixtures)
-    keep[varied] = ~((high < 0.5) & (value < value.mean(axis=1, keepdims=True)))  # NaN keeps
+    mean = (value * given).sum(axis=1) / np.maximum(count[varied], 1)
+    keep[varied] = ~((_memberships(value, mixtures) < 0.5) & (value < mean[:, None]))  # NaN keeps
     return keep
 
 
@@ -162,19 +163,19 @@ def mixture_membership(
 
 def _memberships(value: Floats, mixtures: Floats) -> Floats:
     """[Q, N] probability of the component with the larger mean. `mixtures` [Q, 5] as `MIXTURE_START`."""
-    share = _Densities(mixtures, _log(value)).share
+    share = _Densities(mixtures, _log(value), np.ones(value.shape, dtype=bool)).share
     shape, scale = mixtures[:, 1::2], mixtures[:, 2::2]
     mean = np.log(scale) + np.vectorize(math.lgamma, otypes=[float])(1 + 1 / shape)
     return np.where(mean[:, :1] >= mean[:, 1:], share[:, 0], share[:, 1])
 
 
 class _Densities:
-    """The two weighted Weibull densities of Q mixtures at N points each, given the points' logarithms [Q, N].
+    """The two weighted Weibull densities of Q mixtures at N points each, which are `given` by their logarithms [Q, N].
 
     log(w_c f_c(x)) = log(w_c k_c / s_c) + (k_c - 1) log(x / s_c) - (x / s_c)^k_c
     """
 
-    def __init__(self, mixtures: Floats, logs: Floats) -> None:
+    def __init__(self, mixtures: Floats, logs: Floats, given: NDArray[np.bool_]) -> None:
         self.weight = np.stack([mixtures[:, 0], 1 - mixtures[:, 0]], axis=1)  # [Q, 2], as shape and scale
         self.shape, self.scale = mixtures[:, 1::2], mixtures[:, 2::2]
         self.ratio = logs[:, None] - np.log(self.scale)[:, :, None]  # [Q, 2, N]
@@ -184,8 +185,8 @@ class _Densities:
         top = parts.max(axis=1, keepdims=True)
         self.share = np.exp(parts - top)  # [Q, 2, N] of each component
         total = self.share.sum(axis=1, keepdims=True)
-        self.share /= total
-        self.nll = -(top + np.log(total)).sum(axis=(1, 2))  # [Q]
+        self.share *= given[:, None] / total
+        self.nll = -((top + np.log(total))[:, 0] * given).sum(axis=1)  # [Q]
 
     def gradient(self) -> Floats:
         """[Q, 5] of `nll` in weight, shape 1, scale 1, shape 2, scale 2."""
@@ -208,14 +209,14 @@ def _bounded(free: Floats) -> tuple[Floats, Floats]:
     return mixtures, np.concatenate([(high - low) * sigmoid * (1 - sigmoid), above], axis=1)
 
 
-def _objective(free: Floats, logs: Floats) -> tuple[Floats, Floats]:
+def _objective(free: Floats, logs: Floats, given: NDArray[np.bool_]) -> tuple[Floats, Floats]:
     mixtures, slope = _bounded(free)
-    densities = _Densities(mixtures, logs)
+    densities = _Densities(mixtures, logs, given)
     return densities.nll, densities.gradient() * slope
 
 
-def _fit(logs: Floats) -> Floats:
-    """[Q, 5] mixtures at a maximum of the likelihood of each row of [Q, N] logarithms.
+def _fit(logs: Floats, given: NDArray[np.bool_]) -> Floats:
+    """[Q, 5] mixtures at a maximum of the likelihood of each row of [Q, N] logarithms that are given.
 
     BFGS with a backtracking line search, of all rows side by side: a tenth to a hundredth of the time of one by one.
     """
@@ -224,14 +225,14 @@ def _fit(logs: Floats) -> Floats:
     start = [math.log((weight - low) / (high - weight)), *(math.log(value - LEAST) for value in others)]
     point = np.tile(start, (len(logs), 1))
     with np.errstate(all="ignore"):  # a long step may leave the range of floats, and is then shortened
-        value, slope = _objective(point, logs)
+        value, slope = _objective(point, logs, given)
         inverse = np.eye(5) / np.maximum(np.linalg.norm(slope, axis=1), 1.0)[:, None, None]
         going = np.arange(len(logs))
         for _ in range(_MOST_STEPS):
             if not len(going):
                 break
             before = point[going], value[going], slope[going]
-            after = _line_search(*before, inverse[going], logs[going])
+            after = _line_search(*before, inverse[going], logs[going], given[going])
             inverse[going] = _updated(inverse[going], after[0] - before[0], after[2] - before[2])
             point[going], value[going], slope[going] = after
             gain = before[1] - after[1]
@@ -240,7 +241,7 @@ def _fit(logs: Floats) -> Floats:
 
 
 def _line_search(
-    point: Floats, value: Floats, slope: Floats, inverse: Floats, logs: Floats
+    point: Floats, value: Floats, slope: Floats, inverse: Floats, logs: Floats, given: NDArray[np.bool_]
 ) -> tuple[Floats, Floats, Floats]:
     """The (point, value, slope) that each row goes to: downhill by Armijo's rule, or nowhere."""
     direction = -np.einsum("qij,qj->qi", inverse, slope)
@@ -252,7 +253,7 @@ def _line_search(
     left = np.arange(len(point))
     for _ in range(_MOST_TRIALS):
         tried = point[left] + step[left, None] * direction[left]
-        reached, steepness = _objective(tried, logs[left])
+        reached, steepness = _objective(tried, logs[left], given[left])
         good = reached <= value[left] + 1e-4 * step[left] * fall[left]
         for old, new in zip(found, (tried, reached, steepness), strict=True):
             old[left[good]] = new[good]

@@ -22,8 +22,9 @@ Bools = NDArray[np.bool_]
 Hashes = NDArray[np.uint64]
 
 METHODS = ("sc", "ppl", "pc", "rpc")
-RPC_QUESTIONS = 2000  # at most so many are fitted, drawn at random: with more, a standard error is below 0.01 anyway
-_ANSWERS = 20_000  # questions x draws that are enough to average over
+RPC_FITS = 2000  # questions x draws, at random, on which rpc is fitted: the standard error is then at most 0.01
+_RPC_ALL = 32  # samples up to which rpc is fitted at every N; above, at powers of two and the last
+_ANSWERS = 20_000  # questions x draws that are enough to average the others over
 _MOST_DRAWS = 10
 _CELLS = 2_000_000  # of the largest array at a time
 _RIGHT = np.uint64(2)  # stands for every right answer; hashes are odd, and 0 is none
@@ -37,31 +38,43 @@ class Votes:
     share: dict[str, Floats]  # "sc", "pc" -> [Q] share of the winner at N = k, a confidence; NaN: nobody answered
 
 
-def vote(table: Table, mean_logprob: Floats, k: int, seed: int = 0) -> Votes:
-    """Every method at every N up to k, which no question may have fewer samples than.
+def vote(table: Table, mean_logprob: Floats, k: int, seed: int = 0, curve: bool = True) -> Votes:
+    """Every method at every N up to k, which no question may have fewer samples than. Without `curve` rpc at k alone.
 
     `mean_logprob` [rows of the table], NaN where there is none: such responses have a vote, and no mass.
     """
-    starts = table.starts
-    questions, draw = len(starts), np.random.default_rng(seed)
+    starts, draw = table.starts, np.random.default_rng(seed)
+    questions = len(starts)
+    single = len(table) == k * questions and (k == 1 or not curve)  # every draw would be the same
     answer = np.where(table.correct, _RIGHT, table.answer)
     prob = np.nan_to_num(np.exp(np.minimum(mean_logprob, 0.0)), nan=0.0)
-    fitted = np.zeros(questions, dtype=bool)
-    fitted[draw.permutation(questions)[:RPC_QUESTIONS]] = True
-    draws = 1 if k == 1 else min(_MOST_DRAWS, max(1, _ANSWERS // max(questions, 1)))
-    right = {method: np.zeros((questions, k)) for method in METHODS}
+
+    def block_of(rows: Ints) -> _Block:
+        return _Block(answer[rows], prob[rows], table.completion[rows])
+
+    draws = 1 if single else _draws(_ANSWERS, questions)
+    right = {method: np.zeros((questions, k)) for method in ("sc", "ppl", "pc")}
     share = {method: np.zeros(questions) for method in ("sc", "pc")}
     for _ in range(draws):
         rows = _drawn(table, starts, k, draw)
         for block in _blocks(questions, k):
-            here = rows[block]
-            found = _Block(answer[here], prob[here], table.completion[here], fitted[block])
-            for method in METHODS:
-                right[method][block] += found.right[method] / draws
-            for method in share:
-                share[method][block] += found.share[method] / draws
-    right["rpc"][~fitted] = np.nan
-    return Votes(right, share)
+            found = block_of(rows[block])
+            for method, accuracy in right.items():
+                accuracy[block] += found.right[method]
+            for method, of_winner in share.items():
+                of_winner[block] += found.share[method]
+    right = {method: accuracy / draws for method, accuracy in right.items()}
+    right["rpc"] = np.full((questions, k), np.nan)
+    fitted = np.sort(draw.permutation(questions)[:RPC_FITS])
+    times = 1 if single else _draws(RPC_FITS, questions)
+    rows = np.concatenate([_drawn(table, starts, k, draw)[fitted] for _ in range(times)])
+    by_rpc = np.concatenate([block_of(rows[block]).rpc(curve) for block in _blocks(len(rows), k)])
+    right["rpc"][fitted] = by_rpc.reshape(times, len(fitted), k).mean(axis=0)
+    return Votes(right, {method: of_winner / draws for method, of_winner in share.items()})
+
+
+def _draws(enough: int, questions: int) -> int:
+    return min(_MOST_DRAWS, max(1, enough // max(questions, 1)))
 
 
 def _drawn(table: Table, starts: Ints, k: int, draw: np.random.Generator) -> Ints:
@@ -78,19 +91,16 @@ def _blocks(questions: int, k: int) -> Iterator[slice]:
 class _Block:
     """Some questions: `right` method -> [B, k], `share` method -> [B], see `Votes`."""
 
-    def __init__(self, answer: Hashes, prob: Floats, completion: Hashes, fitted: Bools) -> None:
+    def __init__(self, answer: Hashes, prob: Floats, completion: Hashes) -> None:
         samples = np.arange(answer.shape[1])
-        self._known = answer != 0
+        self._prob, self._known = prob, answer != 0
         equal = answer[:, :, None] == answer[:, None, :]
         # Number of an answer: 0 for the right one, else 1 + where it stands first.
         self._answer = np.where(answer == _RIGHT, 0, 1 + equal.argmax(axis=2))
         repeated = equal & (completion[:, :, None] == completion[:, None, :])
         first = repeated.argmax(axis=2) == samples
-        weights = {
-            "sc": self._known.astype(float),
-            "ppl": np.where(self._known, prob, 0.0),
-            "pc": np.where(self._known & first, prob, 0.0),
-        }
+        self._mass = np.where(self._known & first, prob, 0.0)
+        weights = {"sc": self._known.astype(float), "ppl": np.where(self._known, prob, 0.0), "pc": self._mass}
         self.right: dict[str, Floats] = {}
         self.share: dict[str, Floats] = {}
         for method, weight in weights.items():
@@ -98,10 +108,21 @@ class _Block:
             total = len(samples) if method == "sc" else mass.sum(axis=1)
             with np.errstate(invalid="ignore"):
                 self.share[method] = np.where(self._known.any(axis=1), mass.max(axis=1) / total, np.nan)
-        self.right["rpc"] = self.right["pc"].copy()
-        for count in range(FEWEST_TO_PRUNE, len(samples) + 1):
-            keep = keep_matrix(prob[fitted, :count])
-            self.right["rpc"][fitted, count - 1] = self._once(weights["pc"][fitted, :count] * keep, fitted)
+
+    def rpc(self, curve: bool) -> Floats:
+        """[B, k] expected accuracy at each N; NaN where it is not fitted. Below five samples it is that of pc."""
+        rows, k = self._prob.shape
+        right = self.right["pc"].copy()
+        right[:, FEWEST_TO_PRUNE - 1 :] = np.nan
+        counts = [n for n in range(FEWEST_TO_PRUNE, k + 1) if n == k or (curve and (k <= _RPC_ALL or n & (n - 1) == 0))]
+        at_once = max(1, _CELLS // (rows * k))
+        for start in range(0, len(counts), at_once):
+            part = counts[start : start + at_once]
+            given = np.repeat(np.arange(k) < np.array(part)[:, None], rows, axis=0)  # [counts * B, k]
+            keep = keep_matrix(np.tile(self._prob, (len(part), 1)), given).reshape(len(part), rows, k)
+            for n, kept in zip(part, keep, strict=True):
+                right[:, n - 1] = self._once(self._mass[:, :n] * kept[:, :n])
+        return right
 
     def _grow(self, weight: Floats, combine: np.ufunc) -> tuple[Floats, Floats]:
         """([B, k] expected accuracy as samples come in, [B, k + 1] mass of each answer in the end)."""
@@ -116,15 +137,15 @@ class _Block:
             right[:, sample] = _won(mass, given)
         return right, mass
 
-    def _once(self, weight: Floats, rows: Bools) -> Floats:
-        """[rows] expected accuracy given the weights [rows, N] of the first N samples."""
-        answer, known = self._answer[rows, : weight.shape[1]], self._known[rows, : weight.shape[1]]
-        shape = (len(weight), self._answer.shape[1] + 1)
-        cell = (np.arange(len(weight))[:, None] * shape[1] + answer)[known]
-        count = np.bincount(cell, minlength=shape[0] * shape[1]).reshape(shape)
-        mass = np.zeros(shape[0] * shape[1])
+    def _once(self, weight: Floats) -> Floats:
+        """[B] expected accuracy given the weights [B, N] of the first N samples."""
+        rows, width = len(weight), self._answer.shape[1] + 1
+        answer, known = self._answer[:, : weight.shape[1]], self._known[:, : weight.shape[1]]
+        cell = (np.arange(rows)[:, None] * width + answer)[known]
+        mass, given = np.zeros(rows * width), np.zeros(rows * width, dtype=bool)
         np.add.at(mass, cell, weight[known])
-        return _won(mass.reshape(shape), count > 0)
+        given[cell] = True
+        return _won(mass.reshape(rows, width), given.reshape(rows, width))
 
 
 def _won(mass: Floats, given: Bools) -> Floats:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import warnings
+from itertools import permutations
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from sklearn.metrics import brier_score_loss, roc_auc_score
 
 from capo_megatron.evaluation.calibration import (
     answer_mass,
@@ -17,6 +19,7 @@ from capo_megatron.evaluation.calibration import (
     aurc,
     brier,
     calibration_errors,
+    coverage_at_precision,
     excess_aurc,
     mean_at_k,
     pass_at_k,
@@ -150,3 +153,33 @@ def test_selection_ignores_order_and_repeated_completions(rows, random) -> None:
         assert set(moved) == set(winners)
     again = select_answer(answer + answer[:1], logprob + logprob[:1], names + names[:1], "pc")
     assert again == select_answer(answer, logprob, names, "pc")
+
+
+@many
+@given(records)
+def test_auc_and_brier_are_scikit_learns(columns) -> None:
+    score, correct, _ = columns
+    confidence = np.exp(score / 4)
+    assert brier(confidence, correct) == pytest.approx(brier_score_loss(correct, confidence, labels=[False, True]))
+    assume(0 < correct.sum() < len(correct))
+    assert pooled_auc(score, correct) == pytest.approx(roc_auc_score(correct, score))
+
+
+@many
+@given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), min_size=1, max_size=6))
+def test_aurc_is_the_mean_over_all_orders_of_the_tied(rows) -> None:
+    score, correct = (np.array(column) for column in zip(*rows, strict=True))
+    areas = []
+    for order in permutations(range(len(rows))):
+        ranked = list(order)
+        if (np.diff(score[ranked]) <= 0).all():
+            areas.append(np.mean(1 - np.cumsum(correct[ranked]) / np.arange(1, len(rows) + 1)))
+    assert aurc(score, correct) == pytest.approx(np.mean(areas))
+
+
+@many
+@given(records, st.floats(0.01, 1.0))
+def test_coverage_at_a_precision_is_the_largest_that_has_it(columns, precision) -> None:
+    score, correct, _ = columns
+    shares = [(score >= edge).mean() for edge in score if correct[score >= edge].mean() >= precision - 1e-12]
+    assert coverage_at_precision(score, correct, precision) == pytest.approx(max(shares, default=0.0))

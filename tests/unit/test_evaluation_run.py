@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capo_megatron.errors import DataError
-from capo_megatron.evaluation.run import compare, evaluate, read_records, summarise, write_records
+from capo_megatron.evaluation.paired import pair
+from capo_megatron.evaluation.run import compare, evaluate, read_records, rescore, summarise, write_records
+from capo_megatron.evaluation.table import table_of
 from capo_megatron.seams import SamplingParams, Solo
 from capo_megatron.types import EvalRecord, Grade, Problem, Verdict
 from tests.unit.tiny_qwen2 import engine_of, mixed_problems, on_ranks, tiny_model
@@ -133,6 +135,21 @@ def test_equal_ids_of_two_benchmarks_or_problems_stay_apart(model):
     assert [item.question for item in found] == ["1", "1", "amc/1", "amc/1", "1#2", "1#2"]
     assert len({item.response for item in found}) > 2, "each samples on its own"
     assert summarise(found)["questions"] == 3
+
+
+def test_the_same_responses_can_be_rescored_by_another_model(model):
+    written = [replace(item, prompt=" ".join(map(str, item.prompt_ids))) for item in mixed_problems(7)]
+    found = run(engine_of(model), problems=written)
+
+    def encode(texts):
+        return [[int(token) for token in text.split()] for text in texts]
+
+    again = rescore(engine_of(model), found, encode, 3, model="again", step=1)
+    sums = [item.logprob_sum for item in again], [item.logprob_sum for item in found]
+    np.testing.assert_allclose(*sums, rtol=FLOAT32, atol=FLOAT32)
+    assert [item.tokens for item in again] == [item.tokens for item in found]
+    (pairing,) = pair(table_of([*found, *again]), fixed_sample=True)
+    assert pairing.same_responses
 
 
 def test_no_problems_give_no_records(model):
