@@ -1,5 +1,6 @@
 """Time and memory of `capo-megatron metrics` on a million records, and AUC-mean against a loop over scikit-learn.
 
+    python -m pip install -e '.[bench]'
     python tests/bench/metrics.py [--questions 62500] [--samples 16] [--auc-questions 5000]
 
 Records are written to a temporary folder (0.6 GB) and measured by a process of its own, as a user would: imports,

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from sklearn.metrics import brier_score_loss, roc_auc_score
 
 from capo_megatron.evaluation.calibration import (
     answer_mass,
@@ -157,12 +156,24 @@ def test_selection_ignores_order_and_repeated_completions(rows, random) -> None:
 
 @many
 @given(records)
-def test_auc_and_brier_are_scikit_learns(columns) -> None:
+def test_pooled_auc_and_brier_are_what_they_are_defined_as(columns) -> None:
     score, correct, _ = columns
     confidence = np.exp(score / 4)
-    assert brier(confidence, correct) == pytest.approx(brier_score_loss(correct, confidence, labels=[False, True]))
+    assert pooled_auc(score, correct) == pytest.approx(pair_formula(score, correct), nan_ok=True)
+    assert brier(confidence, correct) == pytest.approx(np.mean((confidence - correct) ** 2))
+
+
+@many
+@given(records)
+def test_auc_and_brier_are_scikit_learns(columns) -> None:
+    metrics = pytest.importorskip("sklearn.metrics", reason="python -m pip install scikit-learn")
+    score, correct, _ = columns
+    confidence = np.exp(score / 4)
+    assert brier(confidence, correct) == pytest.approx(
+        metrics.brier_score_loss(correct, confidence, labels=[False, True])
+    )
     assume(0 < correct.sum() < len(correct))
-    assert pooled_auc(score, correct) == pytest.approx(roc_auc_score(correct, score))
+    assert pooled_auc(score, correct) == pytest.approx(metrics.roc_auc_score(correct, score))
 
 
 @many
