@@ -29,6 +29,7 @@ from capo_megatron.data import (
 )
 from capo_megatron.errors import ConfigError, DataError
 from capo_megatron.evaluation.run import evaluate, summarise, write_records
+from capo_megatron.evaluation.unfinished import Unfinished
 from capo_megatron.mcore import fp8, runtime
 from capo_megatron.mcore.checkpoint import DistCheckpointStore
 from capo_megatron.mcore.memory import estimate
@@ -286,6 +287,11 @@ def run_evaluation(config: RunConfig, request: EvaluationRequest, say: Say) -> P
     with closing(build_reward(config.reward)) as reward, ranks(config) as team:
         said = _by_first_rank(say, team)
         engine, step = (model.base_engine(team, said), 0) if request.base else model.trained_engine(team, request.step)
+        path = request.records or folder / ("base.jsonl" if request.base else f"step_{step:06d}.jsonl")
+        unfinished = Unfinished(path, _what_is_sampled(config, request, problems, samples, step))
+        earlier: list[list[EvalRecord]] = gather_or_raise(team, lambda: unfinished.parts() if team.rank == 0 else [])[0]
+        if earlier:
+            said(f"eval: {sum(map(len, earlier)):,} responses are there from an evaluation that was interrupted")
         records = evaluate(
             engine,
             reward,
@@ -297,14 +303,25 @@ def run_evaluation(config: RunConfig, request: EvaluationRequest, say: Say) -> P
             model=request.name or ("base" if request.base else config.algorithm.kind),
             step=step,
             read=build_algorithm(config.algorithm).read,
+            earlier=earlier,
+            keep=lambda part: on_first_rank(team, lambda: unfinished.add(part)),
         )
-        path = request.records or folder / ("base.jsonl" if request.base else f"step_{step:06d}.jsonl")
         on_first_rank(team, lambda: _save_records(path, records))
+        on_first_rank(team, unfinished.remove)
         if left_out:
             said(f"{len(problems)} questions{_left_out(left_out)}")
         summary = "  ".join(f"{name} {value:.4g}" for name, value in summarise(records).items())
         said(f"{summary}\nrecords: {path}")
         return path
+
+
+def _what_is_sampled(
+    config: RunConfig, request: EvaluationRequest, problems: Sequence[Problem], samples: int, step: int
+) -> str:
+    """A text that differs wherever an evaluation's records do, rounding by the layout apart."""
+    text = dump(replace(config, parallel=type(config.parallel)()))
+    asked = [(problem.id, problem.prompt, problem.answer) for problem in problems]
+    return repr((text, request.base, request.name, samples, step, asked))
 
 
 def _save_records(path: Path, records: Sequence[EvalRecord]) -> None:

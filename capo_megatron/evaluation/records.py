@@ -75,10 +75,11 @@ def read_records(path: Path) -> list[EvalRecord]:
 def each_record(path: Path) -> Iterator[EvalRecord]:
     """The records of a file, one at a time. Raises what `read_records` raises, but for an empty file."""
     for number, row in enumerate(each_row(path), start=1):
-        yield _record(row, f"{path}: record {number}")
+        yield parse_record(row, f"{path}: record {number}")
 
 
-def _record(row: dict[str, Any], where: str) -> EvalRecord:
+def parse_record(row: dict[str, Any], where: str) -> EvalRecord:
+    """One record from its JSON. Raises DataError that begins with `where` if it does not fit the schema."""
     if row.get("schema", SCHEMAS[0]) not in SCHEMAS:
         allowed = " or ".join(map(str, SCHEMAS))
         raise DataError(f"{where}: schema {row['schema']!r}, expected {allowed}. It was written by another version.")

@@ -14,6 +14,7 @@ from capo_megatron.errors import DataError
 from capo_megatron.evaluation.paired import pair
 from capo_megatron.evaluation.run import compare, evaluate, read_records, rescore, summarise, write_records
 from capo_megatron.evaluation.table import table_of
+from capo_megatron.evaluation.unfinished import Unfinished
 from capo_megatron.seams import SamplingParams, Solo
 from capo_megatron.types import EvalRecord, Grade, Problem, Verdict
 from tests.unit.tiny_qwen2 import engine_of, mixed_problems, on_ranks, tiny_model
@@ -116,6 +117,42 @@ def sequence_of(item: EvalRecord):
     prompts = {problem.id: problem.prompt_ids for problem in mixed_problems(7)}
     ids = [int(token) for token in item.response.split()]
     return prompts[item.question], ids + [3] * (not item.truncated)
+
+
+class Stopped(Exception):
+    pass
+
+
+def test_an_evaluation_that_is_stopped_goes_on_where_it_was(model, records, tmp_path):
+    unfinished = Unfinished(tmp_path / "eval" / "base.jsonl", "7 problems")
+
+    def add_one(part):
+        if unfinished.parts():
+            raise Stopped
+        unfinished.add(part)
+
+    with pytest.raises(Stopped):
+        run(engine_of(model), chunk_rows=9, keep=add_one)
+    (torn,) = (tmp_path / "eval").iterdir()
+    with torn.open("a") as file:
+        file.write('{"records": [')  # a crash in the middle of a part
+    assert Unfinished(tmp_path / "eval" / "base.jsonl", "8 problems").parts() == []
+    earlier = unfinished.parts()
+    assert [[(item.question, item.sample) for item in part] for part in earlier] == [
+        [(f"problem-{question}", sample) for question in range(3) for sample in range(3)]
+    ]
+    engine = engine_of(model)
+    asked = []
+    generate = engine.generate
+    engine.generate = lambda problems, *rest: (
+        asked.extend(problem.id for problem in problems) or generate(problems, *rest)
+    )
+    found = run(engine, chunk_rows=9, earlier=earlier, keep=unfinished.add)
+    assert asked == [f"problem-{question}" for question in range(3, 7)]
+    assert [replace(item, logprob_sum=0.0) for item in found] == [replace(item, logprob_sum=0.0) for item in records]
+    assert [item for part in unfinished.parts() for item in part] == found
+    unfinished.remove()
+    assert list((tmp_path / "eval").iterdir()) == []
 
 
 @pytest.mark.parametrize("params", [PARAMS, replace(PARAMS, temperature=0.7)], ids=["sampler", "rescored"])
