@@ -34,7 +34,7 @@ test-trl: $(TRL)/.installed
 test-nemo-aligner: $(NEMO)/.installed
 	$(NEMO)/bin/python -m pytest -p no:cacheprovider tests/nemo_aligner tests/unit/test_adapters_nemo_aligner.py
 
-# The vLLM engine, on vLLM's build for CPUs: eight minutes, after an installation of three (4 GB).
+# The vLLM engine, on vLLM's build for CPUs: eight minutes and five for test_separate.py, after an installation of three (4 GB).
 VLLM_TESTS ?= tests/vllm_engine tests/e2e/test_convert_vllm.py
 test-vllm: $(VLLM)/.installed
 	$(VLLM)/bin/python -m pytest -m "not gpu" $(VLLM_TESTS)

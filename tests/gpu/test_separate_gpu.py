@@ -1,6 +1,6 @@
 """A vLLM server on a GPU, which takes weights from another process: over NCCL between two GPUs, over gloo on one.
 
-CAPO_ENGINE_TOKEN=... is set by the tests:  python -m pytest -m gpu tests/gpu/test_separate_gpu.py
+python -m pytest -m gpu tests/gpu/test_separate_gpu.py
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from capo_megatron.seams import SamplingParams, Solo
 from tests.e2e.commands import TREE, write_config
 from tests.e2e.serving import TOKEN, engine_server, free_address, kill, separate
 from tests.unit.tiny_qwen2 import ModelPolicy, NumberTokenizer, Prompts, weights_of
-from tests.vllm_engine.engines import VOCABULARY, long_problems, wide_model
+from tests.vllm_engine.engines import UNTIED_SHAPE, long_problems, wide_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 BACKENDS = pytest.mark.parametrize(
@@ -35,17 +35,6 @@ BACKENDS = pytest.mark.parametrize(
         "gloo",
     ],
 )
-SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.1,
-}
 
 
 def config(folder: Path, address: str, backend: str) -> Path:
@@ -53,7 +42,7 @@ def config(folder: Path, address: str, backend: str) -> Path:
     return write_config(
         folder,
         output=str(folder / "run"),
-        model={"dtype": "float32", "shape": SHAPE},
+        model={"dtype": "float32", "shape": UNTIED_SHAPE | {"initializer_range": 0.1}},
         rollout=TREE["rollout"] | sampled | separate(address, backend=backend, wait_s=300.0),
         train=TREE["train"] | {"steps": 4},
         algorithm={"kind": "capo", "importance_cap": 2.0},

@@ -16,18 +16,13 @@ from capo_megatron.rollout.channel import SECRET
 from capo_megatron.runlog import read_rows
 from tests.e2e.commands import TREE, write_config
 from tests.e2e.serving import TOKEN, engine_server, free_address, kill, separate
+from tests.e2e.test_kill import REWARD
 from tests.parallel.launch import run_ranks
 
 pytestmark = pytest.mark.parallel
 
 END_S = 60.0
 STEPS = 3
-# About half of what a random model says is right.
-REWARD = """
-def even(problem, response):
-    digits = [int(character) for character in response if character.isdigit()]
-    return bool(digits) and sum(digits) % 2 == 0
-"""
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,16 @@ from tests.unit.tiny_qwen2 import NumberTokenizer, tiny_model
 VOCABULARY = 151
 # vLLM's attention on CPUs wants heads of 64; a prompt of 100 tokens fills blocks of the prefix cache.
 WIDE = {"hidden_size": 128, "num_attention_heads": 2, "vocab_size": VOCABULARY, "num_hidden_layers": 3}
+UNTIED_SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}  # of `wide_model`, untied, as a config has it
 
 
 def wide_model(seed: int = 0, tied: bool = True) -> Qwen2ForCausalLM:

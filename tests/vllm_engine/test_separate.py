@@ -30,7 +30,7 @@ from capo_megatron.seams import SamplingParams, Solo
 from tests.e2e.commands import TREE, write_config
 from tests.e2e.serving import TOKEN, engine_server, free_address, kill, separate
 from tests.unit.tiny_qwen2 import ModelPolicy, NumberTokenizer, Prompts, engine_of, weights_of
-from tests.vllm_engine.engines import VOCABULARY, long_problems, wide_model
+from tests.vllm_engine.engines import UNTIED_SHAPE, long_problems, wide_model
 from tests.vllm_engine.test_run import SHAPE
 
 LIMIT_S = 60
@@ -45,17 +45,6 @@ def _token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # --- a policy here, the engine there ----------------------------------------------------------------------------------
 
-WIDE_SHAPE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-}
-
 
 class Server:
     """A vLLM server for the model of `wide_model`."""
@@ -65,7 +54,7 @@ class Server:
         self.config = write_config(
             folder,
             TREE,
-            model={"dtype": "float32", "shape": WIDE_SHAPE},
+            model={"dtype": "float32", "shape": UNTIED_SHAPE},
             rollout=TREE["rollout"] | {"engine": "vllm", "vllm": {"batch_size": 64}} | separate(self.address),
         )
         self.identity = Model.accept(load(self.config)).engine_identity()
