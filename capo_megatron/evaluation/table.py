@@ -161,7 +161,7 @@ def _read(path: Path, columns: _Columns, numbering: Numbering) -> None:
     try:
         for batch in _parsed(path):
             columns.add(batch)
-    except (pyarrow.ArrowInvalid, _NoRecord):
+    except (pyarrow.ArrowException, _NoRecord):
         columns.restart()
         for batch in _batches(each_record(path)):
             columns.add(batch)
