@@ -23,7 +23,6 @@ from capo_megatron.evaluation import calibration
 from capo_megatron.evaluation.metrics import Confidence, bootstrap_questions
 from capo_megatron.evaluation.table import Table
 from capo_megatron.runlog import write_text
-from capo_megatron.types import Verdict
 
 Floats = NDArray[np.float64]
 Method = Literal["threshold", "isotonic"]
@@ -74,8 +73,9 @@ def fit(table: Table, precision: float, method: Method = "threshold", confidence
         raise ConfigError(f"precision={precision}: must be above 0 and at most 1.")
     if method not in get_args(Method):
         raise ConfigError(f"method={method!r}: unknown. Choose one of {', '.join(get_args(Method))}.")
+    table = table.graded
     score = confidence.of(table)
-    known = ~np.isnan(score) & ~table.has(Verdict.UNPARSEABLE)
+    known = ~np.isnan(score)
     table, score = table.take(known), score[known]
     if not len(table):
         raise DataError(f"confidence {confidence}: no record holds what it needs. Choose another confidence.")
@@ -182,7 +182,7 @@ def apply(rule: Rule, table: Table) -> dict[str, float]:
     unseen                           1.0 if a model, step or benchmark was not in the fit, else 0.0
     mapped_ece, mapped_brier         isotonic: of the expected share of right answers
     """
-    table = table.take(~table.has(Verdict.UNPARSEABLE))
+    table = table.graded
     score = Confidence.parse(rule.confidence).of(table)
     known, given = ~np.isnan(score), rule.answers(score)
     outside = (score < rule.lowest_score) | (score > rule.highest_score)

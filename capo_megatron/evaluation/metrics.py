@@ -123,7 +123,7 @@ def measure(
 
 
 def _measure(group: dict[str, str | int], table: Table, confidence: Confidence, bootstrap: int, seed: int) -> Measured:
-    rated = table.take(~table.has(Verdict.UNPARSEABLE))
+    rated = table.graded
     if not len(rated):
         return Measured(group, _shares(table) | {"questions": 0.0}, {}, {})
     starts = rated.starts

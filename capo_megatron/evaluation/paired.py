@@ -31,7 +31,6 @@ from capo_megatron.evaluation.metrics import (
 )
 from capo_megatron.evaluation.records import standard_error
 from capo_megatron.evaluation.table import Table
-from capo_megatron.types import Verdict
 
 Floats = NDArray[np.float64]
 
@@ -100,7 +99,7 @@ class _Entrant:
 
     @staticmethod
     def of(model: str, step: int, table: Table, confidence: Confidence) -> _Entrant:
-        rated = table.take(~table.has(Verdict.UNPARSEABLE))
+        rated = table.graded
         return _Entrant(model, step, rated, confidence.of(rated))
 
     @cached_property
@@ -155,6 +154,8 @@ def pair(
     `base`: "model" or "model@step"; the first that there is without. `fixed_sample`: raise DataError unless all rated
     the same responses. Raises ConfigError if there is no such base.
     """
+    if base is None and _alone(table):
+        return []
     pairings = []
     for group, entrants in _entrants(table, by_benchmark, confidence or Confidence()):
         first = _named(base, entrants) if base else next(iter(entrants))
@@ -165,6 +166,8 @@ def pair(
 
 def match_accuracy(table: Table, by_benchmark: bool = True, confidence: Confidence | None = None) -> list[Match]:
     """Every step of every model beside the other models that were evaluated at several steps."""
+    if _alone(table):
+        return []
     matches = []
     for group, entrants in _entrants(table, by_benchmark, confidence or Confidence()):
         runs: dict[str, list[_Entrant]] = {}
@@ -175,6 +178,11 @@ def match_accuracy(table: Table, by_benchmark: bool = True, confidence: Confiden
                 if other != model and len(theirs) > 1:
                     matches += [_match(group, entrant, other, theirs) for entrant in own]
     return matches
+
+
+def _alone(table: Table) -> bool:
+    """True if all records are of one model at one step."""
+    return all((column == column[0]).all() for column in (table.model, table.step))
 
 
 def _entrants(

@@ -34,7 +34,7 @@ WEIGHT_BOUNDS = (0.2, 0.8)
 LEAST = 0.01  # that a shape or scale may be
 _MOST_STEPS, _MOST_TRIALS = 80, 8  # of a fit, and of a line search
 _LONGEST = 3.0  # step of a coordinate, of which one unit is a factor of e
-_FLAT = 1e-5  # steepest gradient at a maximum
+_FLAT, _LEAST_GAIN = 1e-5, 1e-8  # steepest gradient at a maximum; relative gain of a step that is worth another
 
 
 def cluster_answers(answer: Sequence[Answer | None], equal: Callable[[Answer, Answer], bool]) -> list[Answer | None]:
@@ -236,7 +236,7 @@ def _fit(logs: Floats, given: NDArray[np.bool_]) -> Floats:
             inverse[going] = _updated(inverse[going], after[0] - before[0], after[2] - before[2])
             point[going], value[going], slope[going] = after
             gain = before[1] - after[1]
-            going = going[(np.abs(after[2]).max(axis=1) > _FLAT) & (gain > _FLAT**2 * np.abs(before[1]))]
+            going = going[(np.abs(after[2]).max(axis=1) > _FLAT) & (gain > _LEAST_GAIN * np.abs(before[1]))]
     return _bounded(point)[0]
 
 

@@ -106,8 +106,17 @@ class Table:
         group = np.repeat(of_unit.ravel(), np.diff(starts, append=len(self)))
         order = np.argsort(group, kind="stable")
         edges = np.searchsorted(group[order], np.arange(len(distinct) + 1))
+        if len(distinct) == 1:  # no copy
+            yield self._named(by, distinct[0, 1:]), self
+            return
         for key, start, end in zip(distinct[:, 1:], edges[:-1], edges[1:], strict=True):
             yield self._named(by, key), self.take(order[start:end])
+
+    @property
+    def graded(self) -> Table:
+        """The rows whose reference answer can be read."""
+        unparseable = self.has(Verdict.UNPARSEABLE)
+        return self.take(~unparseable) if unparseable.any() else self
 
     def _named(self, by: Sequence[str], key: Ints) -> dict[str, str | int]:
         pairs = zip(by, key.tolist(), strict=True)
@@ -152,7 +161,7 @@ def _read(path: Path, columns: _Columns, numbering: Numbering) -> None:
     try:
         for batch in _parsed(path):
             columns.add(batch)
-    except (pyarrow.ArrowInvalid, _NoRecord):
+    except (pyarrow.ArrowException, _NoRecord):
         columns.restart()
         for batch in _batches(each_record(path)):
             columns.add(batch)

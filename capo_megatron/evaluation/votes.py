@@ -22,7 +22,7 @@ Bools = NDArray[np.bool_]
 Hashes = NDArray[np.uint64]
 
 METHODS = ("sc", "ppl", "pc", "rpc")
-RPC_FITS = 2000  # questions x draws, at random, on which rpc is fitted: the standard error is then at most 0.01
+RPC_FITS = 1000  # questions x draws, at random, on which rpc is fitted: its standard error is then below 0.016
 _RPC_ALL = 32  # samples up to which rpc is fitted at every N; above, at powers of two and the last
 _ANSWERS = 20_000  # questions x draws that are enough to average the others over
 _MOST_DRAWS = 10
@@ -67,9 +67,13 @@ def vote(table: Table, mean_logprob: Floats, k: int, seed: int = 0, curve: bool 
     right["rpc"] = np.full((questions, k), np.nan)
     fitted = np.sort(draw.permutation(questions)[:RPC_FITS])
     times = 1 if single else _draws(RPC_FITS, questions)
-    rows = np.concatenate([_drawn(table, starts, k, draw)[fitted] for _ in range(times)])
+    of_unit = np.isin(table.unit, table.unit[starts[fitted]]) if len(fitted) < questions else slice(None)
+    part, place = table.take(of_unit), np.arange(len(table))[of_unit]
+    rows = np.concatenate([place[_drawn(part, part.starts, k, draw)] for _ in range(times)])
     by_rpc = np.concatenate([block_of(rows[block]).rpc(curve) for block in _blocks(len(rows), k)])
     right["rpc"][fitted] = by_rpc.reshape(times, len(fitted), k).mean(axis=0)
+    few = min(FEWEST_TO_PRUNE - 1, k)  # samples that are never pruned: the average over more draws is there already
+    right["rpc"][fitted, :few] = right["pc"][fitted, :few]
     return Votes(right, {method: of_winner / draws for method, of_winner in share.items()})
 
 
@@ -79,7 +83,7 @@ def _draws(enough: int, questions: int) -> int:
 
 def _drawn(table: Table, starts: Ints, k: int, draw: np.random.Generator) -> Ints:
     """[Q, k] rows of k random samples of each question, in random order."""
-    order = np.lexsort([draw.random(len(table)), table.unit])
+    order = np.argsort(table.unit + draw.random(len(table)))
     return order[starts[:, None] + np.arange(k)]
 
 
@@ -110,10 +114,9 @@ class _Block:
                 self.share[method] = np.where(self._known.any(axis=1), mass.max(axis=1) / total, np.nan)
 
     def rpc(self, curve: bool) -> Floats:
-        """[B, k] expected accuracy at each N; NaN where it is not fitted. Below five samples it is that of pc."""
+        """[B, k] expected accuracy at each N from five samples on; NaN where it is not fitted."""
         rows, k = self._prob.shape
-        right = self.right["pc"].copy()
-        right[:, FEWEST_TO_PRUNE - 1 :] = np.nan
+        right = np.full((rows, k), np.nan)
         counts = [n for n in range(FEWEST_TO_PRUNE, k + 1) if n == k or (curve and (k <= _RPC_ALL or n & (n - 1) == 0))]
         at_once = max(1, _CELLS // (rows * k))
         for start in range(0, len(counts), at_once):

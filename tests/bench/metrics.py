@@ -5,7 +5,7 @@
 
 Records are written to a temporary folder (0.6 GB) and measured by a process of its own, as a user would: imports,
 reading, every metric at every N, no bootstrap. scikit-learn's `roc_auc_score` is timed on the first `auc-questions`
-mixed questions, ours on the same ones and on all. Goals: 10 s, 2 GB, and a ratio of 20.
+mixed questions, ours on the same ones and on all. Goals: 10 s on a quiet machine, 2 GB, and a ratio of 20.
 """
 
 from __future__ import annotations
