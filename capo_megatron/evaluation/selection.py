@@ -141,8 +141,8 @@ def rpc_keep(prob: ArrayLike) -> NDArray[np.bool_]:
 def keep_matrix(prob: Floats, given: NDArray[np.bool_] | None = None) -> NDArray[np.bool_]:
     """[Q, N] bool: `rpc_keep` of the rows of [Q, N] probabilities; of those that are `given`, if it is.
 
-    All are fitted at once, a hundred times faster, by BFGS from the same start within the same bounds. Of several maxima
-    it may reach another one, mostly a higher one: it keeps and drops the same 93 % of responses.
+    All are fitted at once, many times faster, by BFGS from the same start within the same bounds. Of several maxima it
+    may reach another one, mostly a higher one: see examples/metrics.md for how often.
     """
     return _keep(prob, given, _fit_together)
 
@@ -155,10 +155,10 @@ def _keep(prob: Floats, given: NDArray[np.bool_] | None, fit: Callable[..., Floa
     varied = np.flatnonzero((count >= FEWEST_TO_PRUNE) & (smallest < largest))
     keep, value, given = np.ones(prob.shape, dtype=bool), prob[varied], given[varied]
     mixtures = fit(_log(value), given)
-    failed = ~np.isfinite(mixtures).all(axis=1)
-    mixtures[failed] = MIXTURE_START  # any: nothing is dropped by it
+    fitted = np.isfinite(mixtures).all(axis=1, keepdims=True)
+    mixtures = np.where(fitted, mixtures, MIXTURE_START)  # any: nothing is dropped by it
     mean = (value * given).sum(axis=1) / np.maximum(count[varied], 1)
-    keep[varied] = ~((_memberships(value, mixtures) < 0.5) & (value < mean[:, None])) | failed[:, None]  # NaN keeps
+    keep[varied] = ~(fitted & (_memberships(value, mixtures) < 0.5) & (value < mean[:, None]))  # NaN keeps
     return keep
 
 
