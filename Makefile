@@ -13,13 +13,17 @@ export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: quickstart test test-latest test-trl test-nemo-aligner test-vllm lint format clean
+.PHONY: quickstart test test-deploy test-latest test-trl test-nemo-aligner test-vllm lint format clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python examples/quickstart.py
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu" tests
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not deploy" tests
+
+# The steps of the CPU image in a clean folder, and two nodes with a network between them (as root, with iproute2).
+test-deploy: $(VENV)/.installed
+	$(BIN)/python -m pytest -m deploy tests/e2e/test_docker.py tests/parallel/test_multinode.py
 
 # What meets Megatron-core's classes, on Python 3.12 with the release that GPU images carry.
 test-latest: $(LATEST)/.installed

@@ -211,6 +211,7 @@ def root(tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(tmp_path)
 
 
+@pytest.mark.deploy
 def test_the_steps_of_the_cpu_image_install_a_working_command(python_3_11: Path, root: Path) -> None:
     image = Image(root, python_3_11)
     last = image.build("Dockerfile.cpu")

@@ -24,7 +24,7 @@ from capo_megatron.cli import main
 from capo_megatron.runlog import read_rows
 from tests.parallel.launch import run_ranks
 
-pytestmark = pytest.mark.parallel
+pytestmark = [pytest.mark.parallel, pytest.mark.deploy]
 
 ROOT = Path(__file__).parents[2]
 LAUNCHER = ROOT / "docker" / "launch_multinode.sh"
