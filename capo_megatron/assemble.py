@@ -39,7 +39,9 @@ from capo_megatron.model import Model
 from capo_megatron.rewards import build_reward
 from capo_megatron.rollout import channel, vllm
 from capo_megatron.rollout.collect import share_of
-from capo_megatron.runlog import RunLog, check_writable, make_folder, require_packages
+from capo_megatron.runlog import check_writable, make_folder
+from capo_megatron.runlog.log import RunLog
+from capo_megatron.runlog.trackers import require_packages
 from capo_megatron.seams import Algorithm, RewardFunction, Signal, Solo
 from capo_megatron.trainer import Parts, take_up, train
 from capo_megatron.types import EvalRecord, Problem

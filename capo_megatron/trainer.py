@@ -23,7 +23,7 @@ from capo_megatron.rollout.ahead import Ahead, restored
 from capo_megatron.rollout.collect import Collected, collect
 from capo_megatron.rollout.perturbed import perturbed_logprobs
 from capo_megatron.rollout.proof import Probe
-from capo_megatron.runlog import RunLog
+from capo_megatron.runlog.log import RunLog
 from capo_megatron.seams import (
     Algorithm,
     CheckpointStore,

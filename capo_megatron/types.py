@@ -22,14 +22,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from typing import Any, TypeVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, TypeVar, Union
 
 from capo_megatron.errors import ShapeError
 
-Rows = slice | Sequence[int] | Tensor
+if TYPE_CHECKING:  # what grades, measures records or draws figures has no tensors, and should not wait for torch
+    import torch
+    from torch import Tensor
+
+Rows = Union[slice, Sequence[int], "Tensor"]
 _Batch = TypeVar("_Batch", bound="_Rowwise")
 
 
@@ -123,6 +124,8 @@ class _Rowwise:
 
     def _map(self: _Batch, function: Any, width: Mapping[str, int] | None = None) -> _Batch:
         """Apply `function` to every tensor, except that those named in `width` are cut to that many columns."""
+        from torch import Tensor
+
         changed: dict[str, Any] = {}
         for spec in fields(self):  # type: ignore[arg-type]
             value = getattr(self, spec.name)
@@ -139,6 +142,8 @@ class _Rowwise:
 def _index(rows: Rows, device: torch.device) -> slice | Tensor:
     if isinstance(rows, slice):
         return rows
+    import torch
+
     return torch.as_tensor(rows, dtype=torch.long, device=device)
 
 
@@ -167,6 +172,8 @@ class RolloutBatch(_Rowwise):
     progress: float = 0.0  # share of the run's steps that come before the one that trains on these, from 0 to below 1
 
     def __post_init__(self) -> None:
+        import torch
+
         rows, targets = self.response_mask.shape
         spec = {
             "tokens": ((rows, targets + 1), torch.int64),
@@ -193,6 +200,8 @@ class RolloutBatch(_Rowwise):
     @property
     def lengths(self) -> Tensor:
         """[N] int64: prompt plus response tokens of each row."""
+        import torch
+
         positions = torch.arange(1, self.response_mask.shape[1] + 1, device=self.tokens.device)
         return (self.response_mask * positions).amax(dim=1) + 1
 
@@ -244,6 +253,8 @@ class TrainBatch(_Rowwise):
     weights: Tensor  # [N, T] float32; 0.0 where dropped or padded
 
     def __post_init__(self) -> None:
+        import torch
+
         shape = tuple(self.rollouts.response_mask.shape)
         _check("TrainBatch", "advantages", self.advantages, shape, torch.float32)
         _check("TrainBatch", "weights", self.weights, shape, torch.float32)

@@ -1,4 +1,7 @@
-"""What a run writes for people, and where it came from."""
+"""What a run writes for people, and where it came from.
+
+`log.RunLog` and `trackers` are imported by name: they need the config, and that torch, which records do not.
+"""
 
 from capo_megatron.runlog.files import (
     append_line,
@@ -11,14 +14,10 @@ from capo_megatron.runlog.files import (
     write_text,
     writing,
 )
-from capo_megatron.runlog.log import Phase, RunLog
 from capo_megatron.runlog.provenance import PACKAGES, installed, provenance
-from capo_megatron.runlog.trackers import require_packages
 
 __all__ = [
     "PACKAGES",
-    "Phase",
-    "RunLog",
     "append_line",
     "check_writable",
     "each_row",
@@ -27,7 +26,6 @@ __all__ = [
     "make_folder",
     "provenance",
     "read_rows",
-    "require_packages",
     "to_json",
     "write_text",
     "writing",

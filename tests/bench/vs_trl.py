@@ -143,7 +143,7 @@ def measure_ours(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
     from capo_megatron import assemble
     from capo_megatron.config import load
-    from capo_megatron.runlog import RunLog
+    from capo_megatron.runlog.log import RunLog
 
     torch.set_num_threads(options.threads)
     clock = Clock()

@@ -21,7 +21,7 @@ from torch import Tensor
 from capo_megatron.algorithms.equations import reduction_weights
 from capo_megatron.config import RunConfig, load
 from capo_megatron.data import ShuffledSource
-from capo_megatron.runlog import RunLog
+from capo_megatron.runlog.log import RunLog
 from capo_megatron.seams import Algorithm, PolicyLoss, SamplingParams, Signal, Sketch, Solo, Weights
 from capo_megatron.trainer import Parts
 from capo_megatron.types import (

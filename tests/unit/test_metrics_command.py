@@ -6,6 +6,8 @@ import csv
 import json
 import math
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
@@ -477,3 +479,12 @@ def test_what_the_fast_parser_refuses_is_read_slowly_and_alike(tmp_path: Path) -
     for name in ("question", "correct", "logprob_sum", "answer", "completion", "tokens", "step"):
         np.testing.assert_array_equal(getattr(read_table([plain]), name), getattr(read_table([odd]), name), name)
         np.testing.assert_array_equal(getattr(read_table([plain]), name), getattr(table_of(rows), name), name)
+
+
+def test_records_are_measured_without_torch() -> None:
+    """Which takes longer to import than a hundred thousand records to measure."""
+    program = (
+        "import sys; from capo_megatron.cli import evaluation;"
+        "from capo_megatron.evaluation import abstention, metrics, paired, table, tables; print('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"

@@ -17,8 +17,9 @@ from rich.console import Console
 
 from capo_megatron.config import LogConfig
 from capo_megatron.errors import CapoError, ConfigError, DataError
-from capo_megatron.runlog import RunLog, check_writable, provenance, read_rows, to_json, write_text
+from capo_megatron.runlog import check_writable, provenance, read_rows, to_json, write_text
 from capo_megatron.runlog import console as display
+from capo_megatron.runlog.log import RunLog
 from capo_megatron.runlog.provenance import revision
 from capo_megatron.seams import Solo
 from capo_megatron.types import Grade, Problem, RolloutBatch, Signals, Verdict
