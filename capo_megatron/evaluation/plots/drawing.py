@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import math
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -19,6 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.patheffects import withStroke
 from matplotlib.transforms import Bbox
 from numpy.typing import NDArray
 
@@ -45,8 +47,11 @@ _STYLES: tuple[Style, ...] = (
 _FONT: Any = {"font.size": 10, "axes.titlesize": 11, "axes.titleweight": "bold", "svg.hashsalt": "capo_megatron"}
 _WIDTH, _HEIGHT = 4.6, 3.9  # inches of a panel
 _ABREAST = 3  # panels in a row
-_BANDED = 4  # more lines than this are drawn with a bar at their end instead of bands, which would hide them
+_ALONE = 6.2  # inches of a panel that is alone
+_BANDED = 4  # more lines than this have a bar beside their end instead of bands, which would hide them
 _LABEL_HEIGHT = 0.062  # of a panel, in which a direct label needs its place
+_BARS = 0.07  # of a panel, between it and the labels, for bars
+_NOTE_PITCH = 0.073  # inches of a character of the note
 _LEGIBLE = 3.5  # contrast of text to white below which its colour is darkened
 
 
@@ -103,27 +108,27 @@ def ordered_styles(names: Sequence[str]) -> dict[str, Style]:
     }
 
 
-def draw(
-    panels: Sequence[Panel], styles: Mapping[str, Style], path: Path, note: str = "", abreast: int = _ABREAST
-) -> list[Path]:
+def draw(panels: Sequence[Panel], styles: Mapping[str, Style], path: Path, note: str = "") -> list[Path]:
     """The files `path`.png and `path`.svg, with the panels in rows and the note below. Raises CapoError."""
     with rc_context(_FONT):
-        return _save(compose(panels, styles, note, abreast), path)
+        return _save(compose(panels, styles, note), path)
 
 
-def compose(panels: Sequence[Panel], styles: Mapping[str, Style], note: str = "", abreast: int = _ABREAST) -> Figure:
+def compose(panels: Sequence[Panel], styles: Mapping[str, Style], note: str = "") -> Figure:
     """The figure that `draw` saves."""
-    columns = min(abreast, len(panels))
+    columns = 2 if len(panels) == 4 else min(_ABREAST, len(panels))
     rows = math.ceil(len(panels) / columns)
-    layout = ConstrainedLayoutEngine(wspace=0.06, **({"hspace": 0.05} if rows > 1 else {}))
-    figure = Figure(figsize=(_WIDTH * columns, _HEIGHT * rows), dpi=150, facecolor="white", layout=layout)
+    width = _ALONE if note and len(panels) == 1 else _WIDTH * columns
+    layout = ConstrainedLayoutEngine(wspace=0.06, hspace=0.05 if rows > 1 else None)
+    figure = Figure(figsize=(width, _HEIGHT * rows), dpi=150, facecolor="white", layout=layout)
     places = figure.subplots(rows, columns, squeeze=False).ravel()
     for axes, panel in zip(places, panels, strict=False):
-        _draw_lines(axes, panel, styles)
         _draw_points(axes, panel.points, styles)
+        _draw_lines(axes, panel, styles)
     for axes in places[len(panels) :]:
         axes.remove()
     if note:
+        note = "\n".join(textwrap.wrap(note, int(width / _NOTE_PITCH)))
         figure.supxlabel(note, x=0.01, ha="left", fontsize=8.5, color="#4D4D4D")
     if any(panel.points for panel in panels):
         figure.draw_without_rendering()  # labels go where there is room, which shows when all else has its place
@@ -137,19 +142,16 @@ def compose(panels: Sequence[Panel], styles: Mapping[str, Style], note: str = ""
 
 def _draw_lines(axes: Axes, panel: Panel, styles: Mapping[str, Style]) -> None:
     lines = panel.lines
+    banded = len(lines) <= _BANDED
     for line in lines:
         colour, dash, marker = styles[line.name]
         every = max(1, math.ceil(len(line.x) / 14)) if line.marked else max(1, len(line.x) // 6)
         axes.plot(
             line.x, line.y, color=colour, linestyle=dash, marker=marker, markersize=4, markevery=every, linewidth=1.7
         )
-        if line.band is None:
-            continue
-        if len(lines) <= _BANDED:
+        if line.band is not None and banded:
             low, high = line.y - np.nan_to_num(line.band), line.y + np.nan_to_num(line.band)
             axes.fill_between(line.x, low, high, color=colour, alpha=0.13, linewidth=0)
-        elif not math.isnan(line.band[-1]):
-            axes.errorbar(line.x[-1], line.y[-1], line.band[-1], color=colour, capsize=2.5, linewidth=1.1, fmt="none")
     axes.set_title(panel.title, loc="left")
     axes.set_xlabel(panel.x_label)
     if panel.y_label:
@@ -157,29 +159,33 @@ def _draw_lines(axes: Axes, panel: Panel, styles: Mapping[str, Style]) -> None:
     axes.grid(axis="both" if panel.points else "y", color="#DDDDDD", linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.margins(x=0.02, y=0.06)
+    axes.margins(x=0.17 if panel.points else 0.02, y=0.13 if panel.points else 0.06)
     if panel.crosshair:
         axes.axvline(panel.crosshair[0], color="#4D4D4D", linestyle=(0, (1, 2)), linewidth=0.9, zorder=1)
         axes.axhline(panel.crosshair[1], color="#4D4D4D", linestyle=(0, (1, 2)), linewidth=0.9, zorder=1)
-    _label_ends(axes, lines, styles)
+    barred = [] if banded else [line for line in lines if line.band is not None and not math.isnan(line.band[-1])]
+    for index, line in enumerate(barred):
+        axes.errorbar(
+            1.02 + _BARS * index / len(barred), line.y[-1], float(line.band[-1]), color=styles[line.name][0],  # type: ignore[index]
+            capsize=1.5, linewidth=1.1, fmt="none", transform=axes.get_yaxis_transform(), clip_on=False,
+        )  # fmt: skip
+    _label_ends(axes, lines, styles, 1.05 + _BARS * bool(barred))
 
 
 def _draw_points(axes: Axes, points: Sequence[Point], styles: Mapping[str, Style]) -> None:
     for point in points:
-        colour, _, marker = styles[point.name]
-        bars = [None if math.isnan(error) else error for error in (point.x_error, point.y_error)]
-        axes.errorbar(
-            point.x, point.y, xerr=bars[0], yerr=bars[1], color=colour, marker=marker, markersize=7, linestyle="none",
-            markeredgecolor="white", markeredgewidth=0.6, elinewidth=1.0, capsize=2, zorder=3,
+        colour, dash, marker = styles[point.name]
+        bars = (([-point.x_error, point.x_error], [0, 0]), ([0, 0], [-point.y_error, point.y_error]))
+        for x, y in bars:  # NaN draws nothing
+            axes.plot(point.x + np.array(x), point.y + np.array(y), color=colour, linewidth=1.0, alpha=0.6, zorder=2)
+        axes.plot(
+            point.x, point.y, color=colour, marker=marker, markersize=7.5, linestyle="none", markeredgecolor="white",
+            markeredgewidth=0.6, zorder=3,
         )  # fmt: skip
         if point.trail:
-            x, y = point.trail
-            axes.plot(x, y, color=colour, linestyle=styles[point.name][1], linewidth=1.1, alpha=0.75, zorder=2)
             axes.plot(
-                x[:-1], y[:-1], color=colour, linestyle="none", marker=marker, markersize=2.8, alpha=0.75, zorder=2
+                *point.trail, color=colour, linestyle=dash, linewidth=1.2, marker=marker, markersize=2.5, alpha=0.6
             )
-    if points:
-        axes.margins(x=0.14, y=0.12)  # for the labels
 
 
 # --- labels -----------------------------------------------------------------------------------------------------------
@@ -187,18 +193,18 @@ def _draw_points(axes: Axes, points: Sequence[Point], styles: Mapping[str, Style
 
 def _ink(colour: str) -> str:
     """The colour, dark enough for text."""
-    rgb = np.array(to_rgb(colour))
+    rgb: tuple[float, float, float] = to_rgb(colour)
     while 1.05 / (0.05 + _luminance(rgb)) < _LEGIBLE:
-        rgb = rgb * 0.95
+        rgb = (rgb[0] * 0.95, rgb[1] * 0.95, rgb[2] * 0.95)
     return to_hex(rgb)
 
 
-def _luminance(rgb: NDArray[np.float64]) -> float:
-    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
-    return float(linear @ [0.2126, 0.7152, 0.0722])
+def _luminance(rgb: tuple[float, float, float]) -> float:
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in rgb]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def _label_ends(axes: Axes, lines: Sequence[Line], styles: Mapping[str, Style]) -> None:
+def _label_ends(axes: Axes, lines: Sequence[Line], styles: Mapping[str, Style], column: float) -> None:
     """Write each line's label beside its end, moved up or down where labels would overlap."""
     low, high = axes.get_ylim()
     ends = [(float(line.y[-1]) - low) / (high - low) for line in lines]
@@ -209,7 +215,7 @@ def _label_ends(axes: Axes, lines: Sequence[Line], styles: Mapping[str, Style]) 
         axes.annotate(
             line.label,
             xy=((line.x[-1] - axes.get_xlim()[0]) / (right - axes.get_xlim()[0]), end),
-            xytext=(1.05, place),
+            xytext=(column, place),
             xycoords="axes fraction",
             textcoords="axes fraction",
             color=colour,
@@ -259,50 +265,45 @@ def _top(stack: Sequence[int], places: Sequence[float], heights: Sequence[float]
 
 def _label_points(axes: Axes, points: Sequence[Point], styles: Mapping[str, Style]) -> None:
     """Write each point's label near it, where it covers least of what is drawn and of the labels before it."""
-    taken = [box for point in points for box in _boxes(axes, point)]
-    pixel = 72 / axes.get_figure(root=True).dpi  # in points
+    taken = [box for point in points for box in _boxes(axes, point)]  # (where, weight)
+    pixel = 72 / axes.figure.dpi  # in points
+    frame = axes.get_window_extent()
     for point in points:
         colour, (x, y) = _ink(styles[point.name][0]), axes.transData.transform((point.x, point.y))
-        sized = axes.text(0, 0, point.label, fontsize=8.5, linespacing=1.05)
+        sized = axes.text(0, 0, point.label, fontsize=8.5)
         width, height = sized.get_window_extent().size
         sized.remove()
-        best, chosen, near = math.inf, (0.0, 0.0), True
-        for radius, angle in product((7.0, 13.0, 22.0, 34.0, 50.0), range(0, 360, 30)):
+        candidates = []
+        for radius, angle in product((7.0, 14.0, 24.0, 36.0, 50.0, 70.0), range(0, 360, 30)):
             across, up = math.cos(math.radians(angle)), math.sin(math.radians(angle))
             shift = across * (radius / pixel + width / 2), up * (radius / pixel + height / 2)
             box = Bbox.from_bounds(x + shift[0] - width / 2, y + shift[1] - height / 2, width, height)
-            outside = width * height - _overlap(box, axes.get_window_extent())
-            cost = sum(_overlap(box, other) for other in taken) + 5 * outside + 0.02 * width * height * radius
-            if cost < best:
-                best, chosen, near, found = cost, shift, radius < 10, box
-        taken.append(found)
+            covered = sum(weight * _overlap(box, other) for other, weight in taken)
+            outside = width * height - _overlap(box, frame)
+            candidates.append((covered + 5 * outside + 0.01 * width * height * radius, radius, shift, box))
+        _, radius, shift, box = min(candidates, key=lambda candidate: candidate[0])
+        taken.append((box, 4.0))
         leader = {"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 4}
-        axes.annotate(
-            point.label,
-            (point.x, point.y),
-            (chosen[0] * pixel, chosen[1] * pixel),
-            textcoords="offset points",
-            color=colour,
-            fontsize=8.5,
-            linespacing=1.05,
-            ha="center",
-            va="center",
-            arrowprops=None if near else leader,
-        ).set_in_layout(False)
+        text = axes.annotate(
+            point.label, (point.x, point.y), (shift[0] * pixel, shift[1] * pixel), textcoords="offset points",
+            color=colour, fontsize=8.5, ha="center", va="center", arrowprops=leader if radius > 10 else None, zorder=4,
+        )  # fmt: skip
+        text.set_path_effects([withStroke(linewidth=2, foreground="white")])
+        text.set_in_layout(False)
 
 
-def _boxes(axes: Axes, point: Point) -> Iterator[Bbox]:
-    """Where the point, its error bars and its trail are, in pixels."""
+def _boxes(axes: Axes, point: Point) -> Iterator[tuple[Bbox, float]]:
+    """Where the point, its error bars and its trail are, in pixels, and how much it matters that they are seen."""
     ends = np.nan_to_num([point.x_error, point.y_error])
     (left, low), (x, y), (right, high) = axes.transData.transform(
         [(point.x - ends[0], point.y - ends[1]), (point.x, point.y), (point.x + ends[0], point.y + ends[1])]
     )
-    yield Bbox.from_extents(x - 9, y - 9, x + 9, y + 9)
-    yield Bbox.from_extents(left, y - 2, right, y + 2)
-    yield Bbox.from_extents(x - 2, low, x + 2, high)
+    yield Bbox.from_extents(x - 9, y - 9, x + 9, y + 9), 4.0
+    yield Bbox.from_extents(left, y - 3, right, y + 3), 1.0
+    yield Bbox.from_extents(x - 3, low, x + 3, high), 1.0
     if point.trail:
         for x, y in axes.transData.transform(np.column_stack(point.trail)):
-            yield Bbox.from_extents(x - 5, y - 5, x + 5, y + 5)
+            yield Bbox.from_extents(x - 5, y - 5, x + 5, y + 5), 1.0
 
 
 def _overlap(a: Bbox, b: Bbox) -> float:

@@ -6,7 +6,7 @@ import csv
 import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -194,8 +194,7 @@ def _trajectory(methods: Sequence[Method], folder: Path) -> list[Path]:
         x, y = (_series(method.label, rows, f"validation/{metric}") for metric in ("accuracy", "auc_mean"))
         if x is not None and y is not None and len(x.x) > 1:
             errors = [line.band[-1] if line.band is not None else math.nan for line in (x, y)]
-            label = f"{method.label}, step {x.x[-1]:.0f}"
-            points.append(Point(method.label, x.y[-1], y.y[-1], errors[0], errors[1], label, (x.y, y.y)))
+            points.append(Point(method.label, x.y[-1], y.y[-1], errors[0], errors[1], method.label, (x.y, y.y)))
     if not points:
         raise _Absent(
             "no run's metrics.jsonl has accuracy and AUC-mean of two validations. Train with eval.every above 0."
@@ -225,7 +224,7 @@ def _accuracy_auc(methods: Sequence[Method], folder: Path) -> list[Path]:
     panels = [panel for panel in panels if panel.points]
     if not panels:
         raise _Absent("no benchmark has an AUC-mean: no question has right and wrong answers with log-probs.")
-    note = f"mixed: questions with right and wrong answers, which AUC-mean is over. {_DOTTED} {_spreads(methods)}"
+    note = f"In brackets: mixed questions, which AUC-mean is over. {_DOTTED} {_spreads(methods)}"
     return draw(panels, _styles(methods), folder / "accuracy-auc", note)
 
 
@@ -233,26 +232,24 @@ def _plane(methods: Sequence[Method], benchmarks: Sequence[str], title: str) -> 
     points, base = [], None
     for method in methods:
         accuracy, auc = (_spread(method, benchmarks, name) for name in ("accuracy", "auc_mean"))
-        mixed = _spread(method, benchmarks, "auc_questions", sum)
+        mixed = _spread(method, benchmarks, "auc_questions")
         if accuracy and auc and mixed:
-            label = f"{method.label}\n{mixed[0]:.0f} mixed"
+            label = f"{method.label} ({mixed[0] * len(benchmarks):.0f})"
             points.append(Point(method.label, accuracy[0], auc[0], accuracy[1], auc[1], label))
             base = (accuracy[0], auc[0]) if method.kind == BASE else base
     return Panel(title, "accuracy", points=points, y_label="AUC-mean", crosshair=base)
 
 
-def _spread(
-    method: Method, benchmarks: Sequence[str], name: str, over: Callable[..., float] = np.mean
-) -> tuple[float, float] | None:
+def _spread(method: Method, benchmarks: Sequence[str], name: str) -> tuple[float, float] | None:
     """(mean over seeds of the mean over benchmarks, sd of seeds or the standard error of one); None: undefined."""
     found = []
     for seed in method.evaluated:
         if all(benchmark in seed.tables for benchmark in benchmarks):
-            of_seed = [seed.measured[benchmark].values for benchmark in benchmarks]
-            values = [values.get(name, math.nan) for values in of_seed]
-            errors = [values.get(f"{name}_se", math.nan) for values in of_seed]
-            found.append((float(over(values)), math.hypot(*errors) / len(errors)))
-    found = [pair for pair in found if not math.isnan(pair[0])]
+            of_seed = [seed.measured[benchmark] for benchmark in benchmarks]
+            errors = [getattr(numbers, f"{name}_se", math.nan) for numbers in of_seed]
+            mean = np.mean([getattr(numbers, name) for numbers in of_seed])
+            if not math.isnan(mean):
+                found.append((float(mean), math.hypot(*errors) / len(errors)))
     if not found:
         return None
     means = [value for value, _ in found]
@@ -273,22 +270,17 @@ def _precision_coverage(methods: Sequence[Method], folder: Path) -> list[Path]:
 
 def _mean_coverage(method: Method, benchmark: str) -> Line | None:
     """Mean over seeds, with their standard deviation."""
-    curves, areas = [], []
-    for seed in method.evaluated:
-        found = seed.measured.get(benchmark)
-        points = np.array(found.curves.get("responses", []), dtype=float).reshape(-1, 3) if found else np.empty((0, 3))
-        if found and len(points):
-            curves.append(
-                _enough(points[:, 1], points[:, 2], round(found.values["responses"] * found.values["scored"]))
-            )
-            areas.append(found.values["aurc"])
-    curves = [curve for curve in curves if len(curve[0])]
+    found = [seed.measured[benchmark] for seed in method.evaluated if benchmark in seed.tables]
+    curves = [
+        _enough(numbers.coverage, numbers.precision, numbers.scored) for numbers in found if len(numbers.coverage)
+    ]
     if not curves:
         return None
     grid = np.linspace(max(coverage[0] for coverage, _ in curves), 1.0, 200)
     values = np.array([np.interp(grid, *curve) for curve in curves])
     band = values.std(axis=0, ddof=1) if len(curves) > 1 else None
-    return Line(method.label, grid, values.mean(axis=0), band, f"{method.label} {np.mean(areas):.3f}", marked=False)
+    area = np.nanmean([numbers.aurc for numbers in found])
+    return Line(method.label, grid, values.mean(axis=0), band, f"{method.label} {area:.3f}", marked=False)
 
 
 def _scaling(methods: Sequence[Method], folder: Path) -> list[Path]:
@@ -323,9 +315,7 @@ def _scaling(methods: Sequence[Method], folder: Path) -> list[Path]:
 def _selected(method: Method, benchmark: str) -> Iterator[tuple[str, str, str, Floats, Floats, int]]:
     """(benchmark, label, selection, accuracy at N = 1..k, its sd, seeds) of each selection."""
     for selection in SELECTIONS:
-        found = [
-            seed.measured[benchmark].by_samples.get(selection) for seed in method.evaluated if benchmark in seed.tables
-        ]
+        found = [seed.selected[benchmark].get(selection) for seed in method.evaluated if benchmark in seed.tables]
         known = [values for values in found if values]
         if known:
             k = min(map(len, known))
@@ -367,10 +357,9 @@ def _ablations(methods: Sequence[Method], folder: Path) -> list[Path]:
             families = _families(variants, option)
             rest = [method for method in rest if not any(method in family for family in families.values())]
             if families:
-                path = folder / f"ablation-{kind}-{short_name(option, names)}"
-                paths += _ablation([(f"{title}", family, [option]) for title, family in families.items()], path)
+                paths += _ablation(families, [option], folder / f"ablation-{kind}-{short_name(option, names)}")
         if rest and len(variants) > 1:
-            paths += _ablation([("", variants, names)], folder / f"ablation-{kind}")
+            paths += _ablation({"": variants}, names, folder / f"ablation-{kind}")
     if not paths:
         raise _Absent("no two runs of one algorithm differ in their options.")
     return paths
@@ -389,25 +378,26 @@ def _families(variants: Sequence[Method], option: str) -> dict[str, list[Method]
     }
 
 
-def _ablation(families: Sequence[tuple[str, Sequence[Method], Sequence[str]]], path: Path) -> list[Path]:
-    """A row of panels for each family, whose lines are labelled by the options named."""
+def _ablation(families: Mapping[str, Sequence[Method]], names: Sequence[str], path: Path) -> list[Path]:
+    """A row of panels for each family, titled by what it shares; lines are labelled by the options named."""
     panels: list[Panel] = []
     styles: dict[str, Style] = {}
-    for title, family, names in families:
+    for title, family in families.items():
         styles |= ordered_styles([method.label for method in family])
         for key, heading in _ABLATED.items():
-            lines = []
-            for method in family:
-                line = _series(method.label, _rows(method), key)
-                if line is not None:
-                    label = f"{', '.join(describe(method.options, names))}: {line.y[-1]:.3f}"
-                    lines.append(Line(method.label, line.x, line.y, line.band, label))
-            if lines:
-                panels.append(Panel(f"{heading} ({title})" if len(families) > 1 else heading, _STEP, lines))
-    if not panels:
-        return []
-    shared = f"{families[0][1][0].title}{' with ' + families[0][0] if len(families) == 1 and families[0][0] else ''}. "
-    return draw(panels, styles, path, shared + _spreads([method for _, family, _ in families for method in family]))
+            lines = [_ablated(method, key, ", ".join(describe(method.options, names))) for method in family]
+            if drawn := [line for line in lines if line]:
+                panels.append(Panel(f"{heading}\n{title}" if len(families) > 1 else heading, _STEP, drawn))
+    methods = [method for family in families.values() for method in family]
+    alone = f" with {next(iter(families))}" if len(families) == 1 and any(families) else ""
+    return draw(panels, styles, path, f"{methods[0].title}{alone}. {_spreads(methods)}") if panels else []
+
+
+def _ablated(method: Method, key: str, title: str) -> Line | None:
+    if key.startswith("validation/"):
+        return _over_steps(method.label, _rows(method), key.removeprefix("validation/"), title=title)
+    line = _series(method.label, _rows(method), key)
+    return line and replace(line, label=f"{title} {line.y[-1]:.3f}")
 
 
 # --- Fig. 2 -----------------------------------------------------------------------------------------------------------
@@ -430,25 +420,30 @@ def _advantage_gap(methods: Sequence[Method], folder: Path) -> list[Path]:
     styles = assign_styles(["grpo"]) | ordered_styles(list(variants))
     panel = Panel(
         "Advantage gap of a right and a wrong answer",
-        "mean log-prob of the right answer minus that of the wrong one, nats",
+        "log-prob of the right answer minus that of the wrong one, nats per token",
         lines,
         y_label="difference of their advantages",
     )
-    return draw([panel], styles, folder / "gap")
+    return draw(
+        [panel],
+        styles,
+        folder / "gap",
+        "Groups of two. Where CAPO is right with little confidence it learns most; GRPO is indifferent.",
+    )
 
 
 def _capo_variants(methods: Sequence[Method]) -> dict[str, dict[str, Any]]:
-    """Label -> options of `capo_advantage`: those of the runs, or the paper's."""
+    """Label -> options of `capo_advantage`: those of the runs, or tau as in the paper."""
     names = ("tau", "surrogate", "norm", "inv_tau", "weight_floor", "mass_exponent")
-    found: dict[str, dict[str, Any]] = {}
+    found: list[dict[str, Any]] = []
     runs = [method for method in methods if method.kind == "capo" and "algorithm.tau" in method.options]
     for method in sorted(runs, key=lambda method: value_order(method, "algorithm.tau")):
         options = {name: method.options[f"algorithm.{name}"] for name in names if f"algorithm.{name}" in method.options}
-        if options not in found.values():
-            found[method.label] = options
-    if len(found) == 1:
-        return {f"CAPO tau={options['tau']:g}": options for options in found.values()}
-    return found or {f"CAPO tau={tau:g}": {"tau": tau} for tau in _TAUS}
+        if options not in found:
+            found.append(options)
+    found = found or [{"tau": tau} for tau in _TAUS]
+    differ = [name for name in names if len({repr(options.get(name)) for options in found}) > 1]
+    return {" ".join(["CAPO", *describe(options, differ or ["tau"])]): options for options in found}
 
 
 # --- what figures share -----------------------------------------------------------------------------------------------

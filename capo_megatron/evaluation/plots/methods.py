@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from capo_megatron.errors import CapoError, DataError
+from capo_megatron.evaluation import calibration
 from capo_megatron.evaluation.gather import Run, open_runs
-from capo_megatron.evaluation.metrics import Measured, measure
+from capo_megatron.evaluation.metrics import Confidence, measure, values_per_question
+from capo_megatron.evaluation.records import standard_error
 from capo_megatron.evaluation.table import Table, read_table
+from capo_megatron.types import Verdict
+
+Floats = NDArray[np.float64]
 
 BASE = "base"
 _TITLES = {
@@ -40,9 +49,51 @@ class Seed:
     tables: dict[str, tuple[int, Table]] = field(default_factory=dict)  # benchmark -> (step, records)
 
     @cached_property
-    def measured(self) -> dict[str, Measured]:
+    def measured(self) -> dict[str, Numbers]:
         """Benchmark -> its numbers."""
-        return {name: measure(table, ["benchmark"])[0] for name, (_, table) in self.tables.items()}
+        return {name: Numbers.of(table) for name, (_, table) in self.tables.items()}
+
+    @cached_property
+    def selected(self) -> dict[str, dict[str, list[float]]]:
+        """Benchmark -> accuracy by each way to select an answer among N = 1..k samples. This takes a while."""
+        return {name: measure(table, ["benchmark"])[0].by_samples for name, (_, table) in self.tables.items()}
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What figures show of one evaluation, as `metrics` defines it. NaN: undefined."""
+
+    accuracy: float
+    accuracy_se: float
+    auc_mean: float
+    auc_mean_se: float
+    auc_questions: float
+    aurc: float
+    scored: int  # responses with a confidence
+    coverage: Floats  # of them, ascending
+    precision: Floats
+
+    @staticmethod
+    def of(table: Table) -> Numbers:
+        rated = table.take(~table.has(Verdict.UNPARSEABLE))
+        score = Confidence().of(rated)
+        each = values_per_question(rated, score, 1)
+        known = ~np.isnan(score)
+        score, correct = score[known], rated.correct[known]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # NaN says it
+            _, coverage, precision = calibration.precision_coverage(score, correct)
+            return Numbers(
+                float(np.nanmean(each["accuracy"])),
+                standard_error(each["accuracy"]),
+                float(np.nanmean(each["auc_mean"])),
+                standard_error(each["auc_mean"]),
+                float((~np.isnan(each["auc_mean"])).sum()),
+                calibration.aurc(score, correct),
+                len(score),
+                coverage,
+                precision,
+            )
 
 
 @dataclass
