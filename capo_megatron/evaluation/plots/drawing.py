@@ -51,7 +51,7 @@ _ALONE = 6.2  # inches of a panel that is alone
 _BANDED = 4  # more lines than this have a bar beside their end instead of bands, which would hide them
 _LABEL_HEIGHT = 0.062  # of a panel, in which a direct label needs its place
 _BARS = 0.07  # of a panel, between it and the labels, for bars
-_NOTE_PITCH = 0.073  # inches of a character of the note
+_NOTE_PITCH = 0.062  # inches of a character of the note
 _LEGIBLE = 3.5  # contrast of text to white below which its colour is darkened
 
 

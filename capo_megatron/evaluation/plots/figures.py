@@ -37,15 +37,15 @@ from capo_megatron.evaluation.plots.methods import (
     value_order,
 )
 from capo_megatron.evaluation.records import Columns
+from capo_megatron.evaluation.selection import FEWEST_TO_PRUNE
 from capo_megatron.evaluation.votes import METHODS as SELECTIONS
-from capo_megatron.runlog import write_text
+from capo_megatron.runlog import make_folder, write_text
 from capo_megatron.types import EvalRecord
 
 Floats = NDArray[np.float64]
 Rows = Sequence[Mapping[str, Any]]
 
 _STEP = "training step"
-_DOTTED = "Dotted: the base."
 _COVERAGE = "share of responses kept, most confident first"
 _FEWEST = 50  # responses, and
 _LEAST = 0.01  # share of them, below which the precision of the most confident ones is mere noise
@@ -224,7 +224,8 @@ def _accuracy_auc(methods: Sequence[Method], folder: Path) -> list[Path]:
     panels = [panel for panel in panels if panel.points]
     if not panels:
         raise _Absent("no benchmark has an AUC-mean: no question has right and wrong answers with log-probs.")
-    note = f"In brackets: mixed questions, which AUC-mean is over. {_DOTTED} {_spreads(methods)}"
+    dotted = "Dotted: the base. " if any(method.kind == BASE for method in methods) else ""
+    note = f"In brackets: mixed questions, which AUC-mean is over. {dotted}{_spreads(methods)}"
     return draw(panels, _styles(methods), folder / "accuracy-auc", note)
 
 
@@ -307,6 +308,7 @@ def _scaling(methods: Sequence[Method], folder: Path) -> list[Path]:
         "Perplexity Consistency, without and with pruning (arXiv 2502.00511). ±: standard deviation over seeds."
     )
     paths = [folder / "scaling.md", folder / "scaling.csv"]
+    make_folder(folder)
     write_text(paths[0], f"{table}\n\n{legend}\n")
     write_text(paths[1], text.getvalue())
     return paths
@@ -315,11 +317,14 @@ def _scaling(methods: Sequence[Method], folder: Path) -> list[Path]:
 def _selected(method: Method, benchmark: str) -> Iterator[tuple[str, str, str, Floats, Floats, int]]:
     """(benchmark, label, selection, accuracy at N = 1..k, its sd, seeds) of each selection."""
     for selection in SELECTIONS:
-        found = [seed.selected[benchmark].get(selection) for seed in method.evaluated if benchmark in seed.tables]
-        known = [values for values in found if values]
+        found = [seed.selected[benchmark] for seed in method.evaluated if benchmark in seed.tables]
+        known = [each[selection] for each in found if selection in each]
         if known:
             k = min(map(len, known))
             values = np.array([each[:k] for each in known], dtype=float)
+            if selection == "rpc":  # below that it is pc, of which more draws are known
+                few = slice(FEWEST_TO_PRUNE - 1)
+                values[:, few] = np.array([each["pc"][:k] for each in found if selection in each])[:, few]
             sd = values.std(axis=0, ddof=1) if len(known) > 1 else np.full(k, math.nan)
             yield benchmark, method.label, selection, values.mean(axis=0), sd, len(known)
 
@@ -428,7 +433,7 @@ def _advantage_gap(methods: Sequence[Method], folder: Path) -> list[Path]:
         [panel],
         styles,
         folder / "gap",
-        "Groups of two. Where CAPO is right with little confidence it learns most; GRPO is indifferent.",
+        "In a group of one right and one wrong answer.",
     )
 
 

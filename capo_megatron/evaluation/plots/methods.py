@@ -192,7 +192,7 @@ def _identity(run: Run) -> tuple[str, dict[str, Any]]:
     options = {
         name: value
         for name, value in run.config.items()
-        if name not in _SAME_METHOD and not name.startswith(_SAME_METHOD_SECTIONS)
+        if name not in _SAME_METHOD and not name.startswith(_SAME_METHOD_SECTIONS) and value != {}
     }
     return str(run.config.get(_KIND, run.name)), options
 
