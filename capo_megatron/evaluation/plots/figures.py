@@ -59,10 +59,9 @@ class _Absent(Exception):
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure, or a table, by its name."""
+    """How a figure, or a table, is made of methods in a folder."""
 
     make: Callable[[Sequence[Method], Path], list[Path]]  # raises _Absent
-    shows: str
     needs_runs: bool = True
 
 
@@ -265,7 +264,8 @@ def _precision_coverage(methods: Sequence[Method], folder: Path) -> list[Path]:
             panels.append(Panel(benchmark, _COVERAGE, drawn, y_label="precision"))
     if not panels:
         raise _Absent("no response has a log-prob.")
-    note = f"Beside each line: area under risk over coverage (AURC; less is better). {_spreads(methods)}"
+    spreads = f" {_spreads(methods)}" if any(len(method.evaluated) > 1 for method in methods) else ""
+    note = f"Beside each line: area under risk over coverage (AURC; less is better).{spreads}"
     return draw(panels, _styles(methods), folder / "coverage", note)
 
 
@@ -477,14 +477,12 @@ def _spreads(methods: Sequence[Method]) -> str:
 
 
 FIGURES = {
-    "accuracy-auc": Figure(_accuracy_auc, "accuracy against AUC-mean (Fig. 1a, 3, 5)"),
-    "calibration": Figure(
-        _validation({"auc_mean": "AUC-mean", "auc_pooled": "pooled AUC"}, "calibration"), "over steps (Fig. 1b, c)"
-    ),
-    "gap": Figure(_advantage_gap, "the advantages' equations (Fig. 2)", needs_runs=False),
-    "coverage": Figure(_precision_coverage, "precision over coverage (Fig. 4)"),
-    "accuracy": Figure(_validation({"accuracy": "accuracy"}, "accuracy"), "over steps (Fig. 6)"),
-    "ablation": Figure(_ablations, "runs that differ in options (Fig. 7, 8, 9)"),
-    "trajectory": Figure(_trajectory, "steps in the plane of accuracy and AUC-mean"),
-    "scaling": Figure(_scaling, "SC, PPL, PC and RPC at N samples (Table 1)"),
+    "accuracy-auc": Figure(_accuracy_auc),  # Fig. 1a, 3, 5
+    "calibration": Figure(_validation({"auc_mean": "AUC-mean", "auc_pooled": "pooled AUC"}, "calibration")),  # 1b, c
+    "gap": Figure(_advantage_gap, needs_runs=False),  # 2
+    "coverage": Figure(_precision_coverage),  # 4
+    "accuracy": Figure(_validation({"accuracy": "accuracy"}, "accuracy")),  # 6
+    "ablation": Figure(_ablations),  # 7, 8, 9
+    "trajectory": Figure(_trajectory),
+    "scaling": Figure(_scaling),  # Table 1
 }
