@@ -188,6 +188,7 @@ def test_trajectories_lead_from_the_first_to_the_last_validation(
 
 def test_the_gap_is_that_of_the_equations(tmp_path: Path, plot: Plot, drawn: dict[str, Figure], runs: Path) -> None:
     assert plot([], "gap") == []
+    assert plot([], "gap", "coverage")[0].startswith("coverage left out: there are no evaluation records.")
     assert sorted(labels(drawn["gap"])) == ["CAPO tau=0.4", "CAPO tau=0.6", "CAPO tau=1", "GRPO"]
     gap, height = line(drawn["gap"], "CAPO tau=0.6")
     assert height == pytest.approx(2 / 0.6 / (1 + np.exp(gap / 0.6)))

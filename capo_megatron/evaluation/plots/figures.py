@@ -75,16 +75,14 @@ def plot_runs(paths: Sequence[Path], folder: Path, names: Sequence[str] = ()) ->
     unknown = [name for name in names if name not in FIGURES]
     if unknown:
         raise ConfigError(f"figure {unknown[0]!r}: unknown. Choose among {', '.join(FIGURES)}.")
+    if not paths and all(FIGURES[name].needs_runs for name in names):
+        raise DataError("no run named. Name runs' folders or records files; only --figures gap needs none.")
     wanted = [name for name in FIGURES if not names or name in names]
-    if not paths:
-        wanted = [name for name in wanted if not FIGURES[name].needs_runs]
-        if not names or not wanted:
-            raise DataError("no run named. Name runs' folders or records files; only --figures gap needs none.")
     methods, notes = gather_methods(paths)
     found: dict[str, list[Path]] = {}
     for name in sorted(wanted, key=lambda name: not FIGURES[name].needs_runs):
         try:
-            if FIGURES[name].needs_runs or found or not paths or names:
+            if FIGURES[name].needs_runs or found or names:  # the equations alone are no figure of these runs
                 found[name] = FIGURES[name].make(methods, folder)
         except _Absent as reason:
             notes.append(f"{name} left out: {reason}")
