@@ -1,4 +1,4 @@
-"""The command line: `capo-megatron train | sample | eval | metrics | calibrate | check | convert | doctor`.
+"""The command line: `capo-megatron train | check | sample | eval | metrics | calibrate | report | plot | ...`.
 
 Exit codes: 0 done; 2 an error that the user can mend (one line on stderr); 1 a bug (traceback); 128 + n ended by signal
 n, e.g. 143 after SIGTERM, on which training finishes its step and saves (as on Ctrl-C and on a closed terminal), or 137

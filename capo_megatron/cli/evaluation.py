@@ -1,4 +1,4 @@
-"""The commands that work on what runs have written: `metrics`, `calibrate` and `report`."""
+"""The commands that work on what runs have written: `metrics`, `calibrate`, `report` and `plot`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 
 from capo_megatron.cli.arguments import say, whole_number
 from capo_megatron.errors import CapoError, ConfigError
+
+_FIGURES = ("accuracy-auc", "calibration", "gap", "coverage", "accuracy", "ablation", "trajectory", "scaling")
 
 Command = Callable[[str, Callable[[argparse.Namespace], int], str], argparse.ArgumentParser]
 
@@ -44,6 +46,11 @@ def add_evaluation(command: Command) -> None:
         "--output", type=Path, help="the page (default: report.html, of one run in its folder, of several here)"
     )
     report.add_argument("--samples", type=whole_number, default=100_000, help="responses at most (default 100,000)")
+
+    plot = command("plot", _plot, "the figures of CAPO's paper, and its Table 1, from runs and records")
+    plot.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="a run's folder, or a file of records")
+    plot.add_argument("--figures", default="", metavar="NAMES", help=f"some of {','.join(_FIGURES)} (default: all)")
+    plot.add_argument("--output", type=Path, default=Path("figures"), help="folder (default: figures)")
 
 
 def _add_records(added: argparse.ArgumentParser) -> None:
@@ -114,4 +121,14 @@ def _report(options: argparse.Namespace) -> int:
     alone = options.runs[0] if len(options.runs) == 1 and options.runs[0].is_dir() else Path()
     path = write_report(options.runs, options.output or alone / "report.html", samples=options.samples)
     say(f"report: {path}")
+    return 0
+
+
+def _plot(options: argparse.Namespace) -> int:
+    from capo_megatron.evaluation.plots import plot_runs
+
+    names = [name for name in options.figures.split(",") if name]
+    paths, notes = plot_runs(options.runs, options.output, names)
+    for line in (*notes, *(f"figure: {path}" for path in paths)):
+        say(line)
     return 0

@@ -1,6 +1,5 @@
 """`write_report`: one HTML file that shows what training did to a model, and lets people read its responses.
 
-    gather.py     a run's folder or a records file, as far as it goes
     figures.py    the numbers behind the charts and the tables
     findings.py   what they say, in words
     samples.py    responses, compressed in pieces that a browser opens one by one

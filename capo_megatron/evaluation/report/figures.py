@@ -17,8 +17,8 @@ from capo_megatron.evaluation.calibration import (
     paired_auc,
     precision_coverage,
 )
+from capo_megatron.evaluation.gather import Run
 from capo_megatron.evaluation.records import Columns, summarise
-from capo_megatron.evaluation.report.gather import Run
 from capo_megatron.types import EvalRecord
 
 Floats = NDArray[np.float64]

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from capo_megatron.evaluation.gather import Run
 from capo_megatron.evaluation.report.figures import Change, Evaluation, changes
-from capo_megatron.evaluation.report.gather import Run
 
 Tone = Literal["good", "bad", "warn", "plain"]
 

@@ -18,6 +18,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from capo_megatron.errors import CapoError, DataError
+from capo_megatron.evaluation.gather import Run, open_runs, training_samples
 from capo_megatron.evaluation.records import read_records
 from capo_megatron.evaluation.report import figures
 from capo_megatron.evaluation.report.figures import Evaluation
@@ -32,7 +33,6 @@ from capo_megatron.evaluation.report.findings import (
     judge_validation,
     percent,
 )
-from capo_megatron.evaluation.report.gather import Run, open_runs, training_samples
 from capo_megatron.evaluation.report.samples import MOST_SAMPLES, Samples, element, to_ascii
 from capo_megatron.runlog import make_folder, writing
 from capo_megatron.types import EvalRecord

@@ -46,11 +46,11 @@ class Run:
 def open_runs(paths: Sequence[Path]) -> list[Run]:
     """The runs at these paths. Raises DataError if there are none, one is named twice, or one is no run."""
     if not paths:
-        raise DataError("report: no run named. Name a run's folder or a records file.")
+        raise DataError("no run named. Name a run's folder or a records file.")
     resolved = [Path(path).resolve() for path in paths]
     for index, path in enumerate(resolved):
         if path in resolved[:index]:
-            raise DataError(f"report: {paths[index]} is named twice. Name each run once.")
+            raise DataError(f"{paths[index]} is named twice. Name each run once.")
     return [_open(name, Path(path)) for name, path in zip(_names(resolved), paths, strict=True)]
 
 
