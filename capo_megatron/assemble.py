@@ -30,12 +30,13 @@ from capo_megatron.data import (
 from capo_megatron.errors import ConfigError, DataError
 from capo_megatron.evaluation.run import evaluate, summarise, write_records
 from capo_megatron.evaluation.unfinished import Unfinished
-from capo_megatron.mcore import fp8, runtime
+from capo_megatron.mcore import fp8, runtime, versions
 from capo_megatron.mcore.checkpoint import DistCheckpointStore
 from capo_megatron.mcore.memory import GIB, Plan, check_vllm, describe_vllm, gpu_here
 from capo_megatron.mcore.model import DTYPES
 from capo_megatron.mcore.runtime import Runtime
 from capo_megatron.model import Model
+from capo_megatron.notices import warn_once
 from capo_megatron.rewards import build_reward
 from capo_megatron.rollout import channel, vllm
 from capo_megatron.rollout.collect import share_of
@@ -115,6 +116,8 @@ def describe(config: RunConfig, world: int, gpu_gib: float | None = None) -> lis
     `gpu_gib` is the size of the GPUs of the run; default: of those that are here, else of an H100, unless the vLLM that
     is installed is for CPUs. Raises what `run_training` would raise before it starts.
     """
+    if gpu_gib is None:
+        _require_device(config)
     model, data, _ = accept(config, world)
     if ":" in config.reward.kind:  # a user's function, which only a grading process imports
         build_reward(config.reward).close()
@@ -169,6 +172,11 @@ def accept(config: RunConfig, world: int) -> Accepted:
             "which are known too late for that. Use rollout.async_steps=0, or options with which it chooses none "
             "(algorithm.refocus=false of codapo)."
         )
+    if config.rollout.in_fp8 and not algorithm.corrects_sampler:
+        warn_once(
+            "rollout.vllm.weights=fp8: responses are sampled with rounded weights, and nothing corrects for that. Set "
+            "algorithm.importance_cap (e.g. 2)."
+        )
     data = load_data(config.data, model.tokenizer, config.seed, algorithm.instruction)
     _check_wordings(algorithm, data, config.data, model.tokenizer)
     output = Path(config.output)
@@ -191,6 +199,13 @@ def _require_engine(config: RunConfig) -> None:
         channel.secret()
     elif config.rollout.engine == "vllm":
         vllm.check_installed()
+    _require_device(config)
+
+
+def _require_device(config: RunConfig) -> None:
+    """Raise ConfigError unless the GPUs here have what the engine beside the trainer is to compute in."""
+    if config.rollout.in_fp8 and config.rollout.placement == "colocated":
+        vllm.check_fp8_device(versions.capability())
 
 
 def _check_base(model: Model, output: Path) -> None:

@@ -11,7 +11,9 @@ from capo_megatron.config import RolloutConfig, TrainConfig
 from capo_megatron.errors import ConfigError
 from capo_megatron.mcore.hf_weights import slots
 from capo_megatron.mcore.runtime import Layout
+from capo_megatron.weights import blockwise
 from capo_megatron.weights.shape import ModelShape
+from capo_megatron.weights.table import hf_shapes
 
 GIB = 2**30
 
@@ -59,7 +61,7 @@ class Plan:
         stages = [replace(layout, rank=layout.rank_at(0, 0, stage)) for stage in range(layout.pipeline)]
         count = max(parameters(shape, place) for place in stages)
         cut = rollout.vllm.tensor if rollout.engine == "vllm" else 1
-        engine_weights = _whole(shape) * dtype.itemsize // cut
+        engine_weights = _of_engine(shape, dtype, rollout.in_fp8) // cut
         per_token = _cached(shape) * dtype.itemsize // min(cut, shape.num_key_value_heads)
         sampling = _sampling(rollout, cut, layout, longest, engine_weights, per_token)
         return cls(
@@ -176,6 +178,12 @@ def _whole(shape: ModelShape) -> int:
     return parameters(shape, Layout(1, 1, 1, False, 1, 0))
 
 
+def _of_engine(shape: ModelShape, dtype: torch.dtype, in_fp8: bool) -> int:
+    """Bytes of all weights, in whole."""
+    saved = [blockwise.saved_bytes(name, size, dtype.itemsize) for name, size in hf_shapes(shape).items()]
+    return _whole(shape) * dtype.itemsize - in_fp8 * sum(saved)
+
+
 def _sampling(
     rollout: RolloutConfig, cut: int, layout: Layout, longest: int, weights: int, per_token: int
 ) -> dict[str, int]:
@@ -183,9 +191,10 @@ def _sampling(
     most = rollout.vllm.batch_size if rollout.engine == "vllm" else rollout.batch_size
     responses = min(most, -(-rollout.prompts * rollout.samples * cut // layout.world))
     of_weights = f"1/{cut} of the weights" if cut > 1 else "its own whole copy of the weights"
+    in_fp8 = ", the layers' in FP8" if rollout.in_fp8 else ""
     # vLLM takes as much cache as its share of the GPU leaves: these are what it needs to decode all of them together.
     return {
-        f"engine: {of_weights}": weights,
+        f"engine: {of_weights}{in_fp8}": weights,
         f"engine: keys and values of {responses:,} responses of {longest:,} tokens": responses * longest * per_token,
     }
 
