@@ -30,12 +30,13 @@ from capo_megatron.data import (
 from capo_megatron.errors import ConfigError, DataError
 from capo_megatron.evaluation.run import evaluate, summarise, write_records
 from capo_megatron.evaluation.unfinished import Unfinished
-from capo_megatron.mcore import fp8, runtime
+from capo_megatron.mcore import fp8, runtime, versions
 from capo_megatron.mcore.checkpoint import DistCheckpointStore
-from capo_megatron.mcore.memory import estimate
+from capo_megatron.mcore.memory import GIB, Plan, check_vllm, describe_vllm, gpu_here
 from capo_megatron.mcore.model import DTYPES
 from capo_megatron.mcore.runtime import Runtime
 from capo_megatron.model import Model
+from capo_megatron.notices import warn_once
 from capo_megatron.rewards import build_reward
 from capo_megatron.rollout import channel, vllm
 from capo_megatron.rollout.collect import share_of
@@ -47,6 +48,7 @@ from capo_megatron.trainer import Parts, take_up, train
 from capo_megatron.types import EvalRecord, Problem
 from capo_megatron.warmup import Say
 
+_GPU_GIB = 80  # of an H100, for which `check` plans where no GPU tells its size
 _TASK_PROBLEMS = 512  # that a task is evaluated on, unless a request says otherwise
 
 
@@ -65,6 +67,8 @@ def run_training(config: RunConfig, say: Say) -> int:
     """Train as configured, on the ranks that were started; the step reached. `say` shows a line to the user."""
     _require_engine(config)
     accepted = accept(config, runtime.world_size())
+    if _vllm_beside_trainer(config) and (gpu := gpu_here()) is not None:
+        check_vllm(_plan(config, accepted.model, runtime.world_size()), gpu)
     with closing(build_reward(config.reward)) as reward, ranks(config) as team:
         reached = train_on(team, config, accepted, reward, say)
         team.barrier()  # the launcher ends the ranks that are left when one ends
@@ -108,30 +112,50 @@ def train_on(team: Runtime, config: RunConfig, accepted: Accepted, reward: Rewar
     return reached
 
 
-def describe(config: RunConfig, world: int) -> list[str]:
+def describe(config: RunConfig, world: int, gpu_gib: float | None = None) -> list[str]:
     """What a config means, as lines for a person: layout, batch arithmetic, memory. Starts no rank, writes nothing.
 
-    Raises what `run_training` would raise before it starts.
+    `gpu_gib` is the size of the GPUs of the run; default: of those that are here, else of an H100, unless the vLLM that
+    is installed is for CPUs. Raises what `run_training` would raise before it starts.
     """
+    if gpu_gib is None:
+        _require_device(config)
     model, data, _ = accept(config, world)
     if ":" in config.reward.kind:  # a user's function, which only a grading process imports
         build_reward(config.reward).close()
-    layout = runtime.Layout.of(config.parallel, world)
-    dtype = DTYPES[config.model.dtype]
+    plan = _plan(config, model, world)
     return [
         *describe_batch(config, world),
         f"problems      {len(data.train):,} for training, {len(data.validation):,} for validation"
         f"{_left_out(data.dropped)}",
-        *estimate(
-            model.shape,
-            layout,
-            dtype,
-            config.train,
-            config.rollout,
-            config.data.max_prompt_tokens + config.rollout.max_tokens,
-            config.parallel.distributed_optimizer,
-        ),
+        *plan.lines(),
+        *(_vllms_share(plan, gpu_gib) if _vllm_beside_trainer(config) else []),
     ]
+
+
+def _plan(config: RunConfig, model: Model, world: int) -> Plan:
+    return Plan.of(
+        model.shape,
+        runtime.Layout.of(config.parallel, world),
+        DTYPES[config.model.dtype],
+        config.train,
+        config.rollout,
+        config.data.max_prompt_tokens + config.rollout.max_tokens,
+        config.parallel.distributed_optimizer,
+    )
+
+
+def _vllm_beside_trainer(config: RunConfig) -> bool:
+    return config.rollout.engine == "vllm" and config.rollout.placement == "colocated"
+
+
+def _vllms_share(plan: Plan, gpu_gib: float | None) -> list[str]:
+    gpu = gpu_here() if gpu_gib is None else int(gpu_gib * GIB)
+    if gpu is None and not vllm.is_for_cpus():
+        gpu = _GPU_GIB * GIB
+    if gpu is not None:
+        check_vllm(plan, gpu)
+    return describe_vllm(plan, gpu)
 
 
 def accept(config: RunConfig, world: int) -> Accepted:
@@ -149,6 +173,11 @@ def accept(config: RunConfig, world: int) -> Accepted:
             f"rollout.async_steps=1: {algorithm.name} chooses the next step's problems by the answers to this step's, "
             "which are known too late for that. Use rollout.async_steps=0, or options with which it chooses none "
             "(algorithm.refocus=false of codapo)."
+        )
+    if config.rollout.in_fp8 and not algorithm.corrects_sampler:
+        warn_once(
+            "rollout.vllm.weights=fp8: responses are sampled with rounded weights, and nothing corrects for that. Set "
+            "algorithm.importance_cap (e.g. 2)."
         )
     data = load_data(config.data, model.tokenizer, config.seed, algorithm.instruction)
     _check_wordings(algorithm, data, config.data, model.tokenizer)
@@ -172,6 +201,13 @@ def _require_engine(config: RunConfig) -> None:
         channel.secret()
     elif config.rollout.engine == "vllm":
         vllm.check_installed()
+    _require_device(config)
+
+
+def _require_device(config: RunConfig) -> None:
+    """Raise ConfigError unless the GPUs here have what the engine beside the trainer is to compute in."""
+    if config.rollout.in_fp8 and config.rollout.placement == "colocated":
+        vllm.check_fp8_device(versions.capability())
 
 
 def _check_base(model: Model, output: Path) -> None:

@@ -40,6 +40,8 @@ class Model:
         """The model that `config` names. Raises ConfigError, DataError or CheckpointError; writes nothing."""
         shape = shape_of(config)
         check_layout(shape, config.parallel, config.precision)
+        if config.rollout.in_fp8:
+            vllm.check_fp8_shape(shape, config.rollout.vllm.tensor)
         tokenizer = tokenizer_for(config.model, config.data)
         check_tokenizer(tokenizer, shape.vocab_size)
         base = Base.of(config, shape, tokenizer) if config.warmup is not None else None
@@ -107,6 +109,7 @@ class Model:
             "model": self.shape.identity(),
             "model.dtype": config.model.dtype,
             "rollout.engine": config.rollout.engine,
+            "rollout.vllm.weights": config.rollout.vllm.weights,
         }
 
     def local_engine(self, team: Runtime) -> RolloutEngine:

@@ -12,6 +12,7 @@ from pathlib import Path
 from capo_megatron.assemble import ranks
 from capo_megatron.config import ParallelConfig, RunConfig, load
 from capo_megatron.launch import started_here
+from capo_megatron.mcore import versions
 from capo_megatron.model import Model
 from capo_megatron.rollout import vllm
 from capo_megatron.rollout.channel import Desk, secret
@@ -38,6 +39,8 @@ def run_engine(config: RunConfig, listen: str, say: Say) -> None:
     key = secret()
     if config.rollout.engine == "vllm":
         vllm.check_installed()
+    if config.rollout.in_fp8:
+        vllm.check_fp8_device(versions.capability())
     model = Model.accept(config)
     with ExitStack() as open_parts:
         desk = None

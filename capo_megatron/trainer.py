@@ -36,6 +36,7 @@ from capo_megatron.seams import (
     Team,
 )
 from capo_megatron.types import Problem, RolloutBatch, Signals, StepReport, TrainBatch
+from capo_megatron.weights import blockwise
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,12 @@ def train(config: RunConfig, parts: Parts) -> int:
     policy, log, team, algorithm = parts.policy, parts.log, parts.team, parts.algorithm
     step, ahead = _resume(config, parts)
     saved = step
-    probe = Probe(config.rollout.probe_rows, config.probe_tolerance, config.rounding)
+    probe = Probe(
+        config.rollout.probe_rows,
+        config.probe_tolerance,
+        config.rounding,
+        blockwise.rounded if config.rollout.in_fp8 else iter,
+    )
     skipped = 0
     gap = _refit(parts, probe)
     if step == 0 and config.eval.every and config.eval.at_start:

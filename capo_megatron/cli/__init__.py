@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from capo_megatron.cli.arguments import say, starts_ranks, whole_number
+from capo_megatron.cli.arguments import gibibytes, say, starts_ranks, whole_number
 from capo_megatron.cli.convert import add_convert
 from capo_megatron.cli.evaluation import add_evaluation
 from capo_megatron.errors import CapoError, ConfigError
@@ -89,6 +89,9 @@ def _parser() -> argparse.ArgumentParser:
         check := command("check", _check, "validate a config, show what it means, start nothing"), "CONFIG", False
     )
     check.add_argument("--ranks", type=int, default=1, help="ranks that the run would have (default 1)")
+    check.add_argument(
+        "--gpu-gib", type=gibibytes, help="memory of each GPU of the run (default: as the GPUs here have, else 80)"
+    )
 
     sample = command("sample", _sample, "sample responses to prompts")
     configured(sample, "CONFIG|RUN|MODEL")
@@ -138,7 +141,7 @@ def _check(options: argparse.Namespace) -> int:
     config = _load(options)
     from capo_megatron.assemble import describe
 
-    for line in describe(config, options.ranks):
+    for line in describe(config, options.ranks, options.gpu_gib):
         say(line)
     return 0
 

@@ -53,6 +53,10 @@ def _layout(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def _engine(config: RunConfig, world_size: int) -> Iterator[str]:
+    if config.rollout.vllm.weights == "fp8" and config.rollout.engine != "vllm":
+        yield f"rollout.vllm.weights=fp8: belongs to rollout.engine=vllm, got {config.rollout.engine}. Remove it."
+    if config.rollout.in_fp8 and config.model.dtype != "bfloat16":
+        yield f"rollout.vllm.weights=fp8: needs model.dtype=bfloat16, got {config.model.dtype}."
     if config.rollout.placement == "separate":
         yield from _servers(config, world_size)
         return

@@ -131,8 +131,14 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class VllmConfig:
-    """vLLM inside the training processes, or inside those of an engine server, for rollout.engine: vllm."""
+    """vLLM inside the training processes, or inside those of an engine server, for rollout.engine: vllm.
 
+    With weights: fp8 those of the layers' products are rounded on the way to vLLM, which rounds their inputs: half the
+    memory and faster products, on GPUs from compute capability 8.9. The responses are then of a rounded policy: set
+    algorithm.importance_cap, which corrects for that, and watch refit/gap_median.
+    """
+
+    weights: Literal["as-trained", "fp8"] = "as-trained"  # as-trained: in model.dtype; fp8: E4M3 in blocks of 128 x 128
     tensor: Count = 1  # ranks that share an engine and cut its weights between them
     memory_fraction: Annotated[float, Gt(0), Lt(1)] = 0.5  # of the GPU, for weights and KV cache while it samples
     cpu_cache_gib: Count = 1  # of KV cache, without a GPU
@@ -177,6 +183,11 @@ class RolloutConfig:
     max_dropped: Annotated[float, Ge(0), Lt(1)] = 0.05  # share of a step's responses left out before the run stops
     probe_rows: Whole = 4  # responses on which engine and policy are compared after every refit; 0 = off
     probe_tolerance: Positive | None = None  # largest median of exp|gap| - 1 before the run stops; default: by dtype
+
+    @property
+    def in_fp8(self) -> bool:
+        """Whether the engine's weights are rounded to FP8."""
+        return self.engine == "vllm" and self.vllm.weights == "fp8"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,16 +295,20 @@ class RunConfig:
     def probe_tolerance(self) -> float:
         """The largest gap between engine and policy: as set, or what rounding in the policy's numbers leaves room for.
 
-        FP8 keeps 3 bits of a number where bfloat16 keeps 7, so its gap to an engine in bfloat16 is several times as
-        wide; how wide has not been measured.
+        FP8 keeps 3 bits of a number where bfloat16 keeps 7, so the gap between a policy in the one and an engine in the
+        other is several times as wide; how wide has not been measured on GPUs.
         """
-        numbers = "fp8" if self.precision.fp8 else self.model.dtype
+        numbers = "fp8" if self.precision.fp8 or self.rollout.in_fp8 else self.model.dtype
         return self.rollout.probe_tolerance or {"float32": 1e-3, "bfloat16": 2e-2, "fp8": 1e-1}[numbers]
 
     @property
     def rounding(self) -> float:
-        """By how much sums over a weight may differ between engine and policy, relative, if it is the same weight."""
-        return {"float32": 1e-5, "bfloat16": 1e-2}[self.model.dtype]
+        """By how much sums over a weight may differ between engine and policy, relative, if it is the same weight.
+
+        Where the engine's are in FP8, the policy's are rounded alike before (see `Probe`): what is left is that kernels
+        add up FP8 products in fewer bits.
+        """
+        return {"float32": 1e-5, "bfloat16": 1e-2, "fp8": 3e-2}["fp8" if self.rollout.in_fp8 else self.model.dtype]
 
     def check(self, world_size: int, training: bool = True) -> None:
         """Raise ConfigError if sections contradict each other or `world_size` ranks cannot be laid out so.

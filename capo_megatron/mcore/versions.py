@@ -55,9 +55,15 @@ def accelerator() -> Accelerator:
     import torch
     from megatron.core.fp8_utils import HAVE_TE
 
+    return Accelerator(version("transformer-engine") if HAVE_TE else None, capability(), _pair(torch.version.cuda))
+
+
+def capability() -> tuple[int, int] | None:
+    """Compute capability of the weakest GPU that is visible; None without one."""
+    import torch
+
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    capability = min((torch.cuda.get_device_capability(index) for index in range(count)), default=None)
-    return Accelerator(version("transformer-engine") if HAVE_TE else None, capability, _pair(torch.version.cuda))
+    return min((torch.cuda.get_device_capability(index) for index in range(count)), default=None)
 
 
 def _pair(release: str | None) -> tuple[int, int] | None:

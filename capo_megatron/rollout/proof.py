@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -23,12 +23,19 @@ _LARGEST = 80.0  # nats; exp of more is no float32
 class Probe:
     """Sequences on which every refit is proven. Drawn once, from the engine's first weights, and then kept."""
 
-    def __init__(self, rows: int, tolerance: float, rounding: float = 1e-5) -> None:
+    def __init__(
+        self,
+        rows: int,
+        tolerance: float,
+        rounding: float = 1e-5,
+        as_held: Callable[[Iterable[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]] = iter,
+    ) -> None:
         """`rows` responses (0: nothing is proven), and the largest median exp|gap| - 1 that is accepted.
 
-        `rounding` is by how much sketches of equal weights may differ, relative.
+        `rounding` is by how much sketches of equal weights may differ, relative; `as_held` gives the policy's weights
+        the values that the engine has of them, where that rounds what it takes.
         """
-        self.rows, self.tolerance, self.rounding = rows, tolerance, rounding
+        self.rows, self.tolerance, self.rounding, self._as_held = rows, tolerance, rounding, as_held
         self._sequences: list[PromptAndResponse] = []
         self._held: dict[int, dict[str, Sketch]] = {}  # by this rank's engine: at first, and at the last two proofs
 
@@ -57,7 +64,7 @@ class Probe:
         gaps = gather_or_raise(team, lambda: self._gap(engine, policy, theirs, params.temperature))
         wrong = [rank for rank, (median, _, _) in enumerate(gaps) if median - 1 > self.tolerance]
         if wrong:
-            expected = sketches(policy.hf_weights())
+            expected = sketches(self._as_held(policy.hf_weights()))
             reasons = gather_or_raise(team, lambda: self._reason(engine, expected, theirs, params.temperature))
             raise RolloutError(self._describe(wrong[0], gaps[wrong[0]], reasons[wrong[0]]))
         self._remember(engine)

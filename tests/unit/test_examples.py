@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from dataclasses import replace
 from math import prod
@@ -121,6 +122,11 @@ def test_check_accepts_an_example_on_the_nodes_that_it_is_for(size: str, ranks: 
     assert f"layout        {ranks} ranks = tensor" in shown
     assert "128 prompts x 8 samples = 1,024 responses a step, at most 3,046 tokens each" in shown
     assert "problems      300 for training, 300 for validation" in shown
+    # vLLM's share of the GPU holds all responses that an engine is given to decode at once.
+    given, kept = (
+        int(re.search(text, shown)[1]) for text in (r"values of (\d+) responses", r"tokens: (\d+) sequences")
+    )
+    assert kept >= given and "of a GPU of 80.00 GiB" in shown
 
 
 @pytest.mark.parametrize("size", QWEN_MATH)
