@@ -43,7 +43,7 @@ from capo_megatron.rollout.collect import share_of
 from capo_megatron.runlog import check_writable, make_folder
 from capo_megatron.runlog.log import RunLog
 from capo_megatron.runlog.trackers import require_packages
-from capo_megatron.seams import Algorithm, RewardFunction, Signal, Solo
+from capo_megatron.seams import Algorithm, RewardFunction, RolloutEngine, Signal, Solo
 from capo_megatron.trainer import Parts, take_up, train
 from capo_megatron.types import EvalRecord, Problem
 from capo_megatron.warmup import Say
@@ -326,7 +326,7 @@ def run_evaluation(config: RunConfig, request: EvaluationRequest, say: Say) -> P
         said = _by_first_rank(say, team)
         engine, step = (model.base_engine(team, said), 0) if request.base else model.trained_engine(team, request.step)
         path = request.records or folder / ("base.jsonl" if request.base else f"step_{step:06d}.jsonl")
-        unfinished = Unfinished(path, _what_is_sampled(config, request, problems, samples, step))
+        unfinished = Unfinished(path, _what_is_sampled(config, request, problems, samples, engine))
         earlier: list[list[EvalRecord]] = gather_or_raise(team, lambda: unfinished.parts() if team.rank == 0 else [])[0]
         if earlier:
             said(f"eval: {sum(map(len, earlier)):,} responses are there from an evaluation that was interrupted")
@@ -342,7 +342,7 @@ def run_evaluation(config: RunConfig, request: EvaluationRequest, say: Say) -> P
             step=step,
             read=build_algorithm(config.algorithm).read,
             earlier=earlier,
-            keep=lambda part: on_first_rank(team, lambda: unfinished.add(part)),
+            keep=lambda number, part: on_first_rank(team, lambda: unfinished.add(number, part)),
         )
         on_first_rank(team, lambda: _save_records(path, records))
         on_first_rank(team, unfinished.remove)
@@ -354,12 +354,14 @@ def run_evaluation(config: RunConfig, request: EvaluationRequest, say: Say) -> P
 
 
 def _what_is_sampled(
-    config: RunConfig, request: EvaluationRequest, problems: Sequence[Problem], samples: int, step: int
+    config: RunConfig, request: EvaluationRequest, problems: Sequence[Problem], samples: int, engine: RolloutEngine
 ) -> str:
     """A text that differs wherever an evaluation's records do, rounding by the layout apart."""
+    grader = Path(config.reward.kind.rpartition(":")[0])  # a user's function in a file
+    source = grader.read_text(errors="replace") if grader.suffix == ".py" and grader.is_file() else ""
     text = dump(replace(config, parallel=type(config.parallel)()))
     asked = [(problem.id, problem.prompt, problem.answer) for problem in problems]
-    return repr((text, request.base, request.name, samples, step, asked))
+    return repr((text, source, request.base, request.name, samples, sorted(engine.sketches().items()), asked))
 
 
 def _save_records(path: Path, records: Sequence[EvalRecord]) -> None:

@@ -53,7 +53,7 @@ class Base:
         recipe = {
             "seed": config.seed,
             "model": asdict(replace(config.model, reference=None)),  # which the base does not depend on
-            "warmup": asdict(config.warmup),
+            "warmup": asdict(config.warmup) | {"path": None},  # it may be spelled in several ways, and moved
             "task": config.data.task,
             "task_options": config.data.task_options,
         }

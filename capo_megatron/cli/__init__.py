@@ -50,6 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if explained_by_another_rank():
             return 2
         raise
+    except BrokenPipeError:  # whoever read the output has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains once more at its end
+        return ENDED_BY + signal.SIGPIPE
     except KeyboardInterrupt:
         first_to_say("interrupted")  # so that no rank that this one leaves behind takes it for a bug
         return ENDED_BY + signal.SIGINT

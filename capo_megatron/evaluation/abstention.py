@@ -166,6 +166,11 @@ def read_rule(path: Path) -> Rule:
         lists = {name: tuple(found[name]) for name in ("benchmarks", "models")}
         rule = Rule(**(found | lists | {"knots": knots, "threshold": float(found["threshold"])}))
         Confidence.parse(rule.confidence)
+        numbers = [rule.threshold, rule.lowest_score, rule.highest_score, *(value for knot in knots for value in knot)]
+        if any(not isinstance(value, (int, float)) or math.isnan(value) for value in numbers):
+            raise ValueError("a threshold, score or knot is no number")
+        if [start for start, _ in knots] != sorted(start for start, _ in knots):
+            raise ValueError("its knots are out of order")
     except (KeyError, TypeError, ValueError, ConfigError) as error:
         raise DataError(f"{path}: not a rule of capo-megatron calibrate ({error}). Fit it again.") from error
     return rule

@@ -18,6 +18,7 @@ from capo_megatron.runlog import each_row
 from capo_megatron.types import EvalRecord, Verdict
 
 Row = Mapping[str, Any]
+_TOO_LARGE = 2**53  # for a column to hold exactly
 _ENOUGH = 0.5  # a score or metric above it means correct: schemes are 1 and 0, or 1 and -1
 
 
@@ -60,7 +61,7 @@ def read_verl(path: Path, numbering: Numbering) -> Iterator[EvalRecord]:
             extracted=_text_or_none(row.get("pred")),
             answer=str(row.get("gts")),
             right=right,
-            tokens=_whole(row, "tokens", where) if "tokens" in row else 0,
+            tokens=_whole(row, "tokens", where) if row.get("tokens") is not None else 0,
             logprob_sum=_number(row, "logprob_sum", where) if row.get("logprob_sum") is not None else math.nan,
             truncated=bool(row.get("truncated", False)),
             model=path.resolve().parent.name,
@@ -126,8 +127,9 @@ def _is_likelihood(choice: object) -> bool:
 
 
 def _prompt(row: Row) -> str:
-    first = (row.get("arguments") or {}).get("gen_args_0") or {}
-    return str(first.get("arg_0", ""))
+    arguments = row.get("arguments")
+    first = arguments.get("gen_args_0") if isinstance(arguments, dict) else None
+    return str(first.get("arg_0", "")) if isinstance(first, dict) else ""
 
 
 def _record(*, right: bool, stated: float | None, **known: Any) -> EvalRecord:
@@ -143,7 +145,7 @@ def _have(row: Row, name: str, where: str) -> Any:
 
 def _number(row: Row, name: str, where: str) -> float:
     value = _have(row, name, where)
-    if not isinstance(value, (int, float)):
+    if not isinstance(value, (int, float)) or not abs(value) < _TOO_LARGE:  # nor NaN
         raise DataError(f"{where}: {name}={value!r}, expected a number.")
     return float(value)
 

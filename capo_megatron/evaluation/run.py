@@ -32,15 +32,15 @@ def evaluate(
     read: ResponseReader | None = None,
     chunk_rows: int = 4096,
     earlier: Sequence[Sequence[EvalRecord]] = (),
-    keep: Callable[[Sequence[EvalRecord]], None] | None = None,
+    keep: Callable[[int, Sequence[EvalRecord]], None] | None = None,
 ) -> list[EvalRecord]:
     """One record per response, problems in order with their `samples` siblings adjacent, the same on every rank.
 
     `logprob_sum` is at temperature 1 over the whole vocabulary, however the responses are sampled: where that differs
     from the sampler's log-probs, the engine scores the responses again. About `chunk_rows` responses are sampled at a
     time, which bounds the memory and changes no token. `read` is the algorithm's, see `collect`.
-    `model` and `step` are written into the records. `keep` hears the records of each chunk, on every rank; the first
-    chunks need not be sampled again if they are given as `earlier`.
+    `model` and `step` are written into the records. `keep` hears number and records of each chunk, on every rank; the
+    first chunks need not be sampled again if they are given as `earlier`.
 
     Collective. Raises what `collect` raises.
     """
@@ -54,7 +54,7 @@ def evaluate(
         sums = _logprob_sums(found, engine, params, team)
         part = list(_records(found, sums, model, step))
         if keep is not None:
-            keep(part)
+            keep(number, part)
         records += part
     return records
 

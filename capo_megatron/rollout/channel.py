@@ -45,7 +45,7 @@ def secret() -> bytes:
             f"{SECRET}: {what}. rollout.placement=separate lets nobody in without it: set this environment variable to "
             "the same secret where the trainer and the engine servers start (openssl rand -hex 32)."
         )
-    return found.encode()
+    return os.fsencode(found)
 
 
 def split_address(address: str) -> tuple[str, int]:

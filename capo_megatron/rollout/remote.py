@@ -97,18 +97,15 @@ class RemoteEngine:
         tensor may be collective. Raises RolloutError.
         """
         loading = self._line.start("load", version=version)
-        weights, fault = iter(hf), None
+        weights = iter(hf)
         if self._group is not None:
             try:
                 send(self._group, weights, self._bucket_bytes, loading.over)
-            except RolloutError as error:
-                fault = error
+            except RolloutError:
                 self._group.close()  # or the server would wait for more
         for _ in weights:
             pass
-        loading.result()  # which knows better than the sender what went wrong
-        if fault is not None:
-            raise fault
+        loading.result()  # which knows better than the sender what went wrong, or that all weights have come
 
     def forget(self) -> None:
         """Empty the prefix caches."""

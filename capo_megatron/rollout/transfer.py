@@ -56,7 +56,7 @@ class Group:
         try:
             work = self._group.broadcast([tensor], options)
             while not work.is_completed() and not why:
-                if over():
+                if over() and not work.is_completed():  # it may have been over because all had come
                     why = "the other side has given up"
                 elif time.monotonic() > deadline:
                     why = f"it took more than rollout.separate.silence_s={self._patience_s:g}"

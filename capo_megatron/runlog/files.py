@@ -157,6 +157,6 @@ def keep_rows(path: Path, keep: Callable[[Mapping[str, Any]], bool]) -> None:
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None

@@ -126,10 +126,10 @@ class Stopped(Exception):
 def test_an_evaluation_that_is_stopped_goes_on_where_it_was(model, records, tmp_path):
     unfinished = Unfinished(tmp_path / "eval" / "base.jsonl", "7 problems")
 
-    def add_one(part):
-        if unfinished.parts():
+    def add_one(number, part):
+        if number:
             raise Stopped
-        unfinished.add(part)
+        unfinished.add(number, part)
 
     with pytest.raises(Stopped):
         run(engine_of(model), chunk_rows=9, keep=add_one)
@@ -141,16 +141,26 @@ def test_an_evaluation_that_is_stopped_goes_on_where_it_was(model, records, tmp_
     assert [[(item.question, item.sample) for item in part] for part in earlier] == [
         [(f"problem-{question}", sample) for question in range(3) for sample in range(3)]
     ]
-    engine = engine_of(model)
-    asked = []
-    generate = engine.generate
-    engine.generate = lambda problems, *rest: (
-        asked.extend(problem.id for problem in problems) or generate(problems, *rest)
-    )
-    found = run(engine, chunk_rows=9, earlier=earlier, keep=unfinished.add)
-    assert asked == [f"problem-{question}" for question in range(3, 7)]
+    made = []
+
+    def add(number, part):
+        made.append(number)
+        unfinished.add(number, part)
+
+    found = run(engine_of(model), chunk_rows=9, earlier=earlier, keep=add)
+    assert made == [1, 2]
     assert [replace(item, logprob_sum=0.0) for item in found] == [replace(item, logprob_sum=0.0) for item in records]
     assert [item for part in unfinished.parts() for item in part] == found
+    lines = torn.read_bytes().splitlines(keepends=True)
+    for damaged in (
+        [lines[0].replace(b"verdict", b"verdikt", 1), *lines[1:]],
+        [lines[0], lines[0], *lines[1:]],  # by two evaluations at once
+        [lines[0], lines[1][:-9], *lines[2:]],
+    ):
+        torn.write_bytes(b"".join(damaged))
+        whole = unfinished.parts()
+        assert [item for part in whole for item in part] == found[: 9 * len(whole)] and len(whole) < len(lines)
+        assert len(torn.read_bytes().splitlines()) == len(whole)
     unfinished.remove()
     assert list((tmp_path / "eval").iterdir()) == []
 

@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 from capo_megatron.cli import main
 from capo_megatron.errors import DataError
-from capo_megatron.evaluation.abstention import apply, fit, read_rule
+from capo_megatron.evaluation.abstention import apply, fit, read_rule, write_rule
 from capo_megatron.evaluation.metrics import Confidence, measure
 from capo_megatron.evaluation.paired import match_accuracy, pair, sign_flip_p
 from capo_megatron.evaluation.records import to_line, write_records
@@ -488,3 +489,32 @@ def test_records_are_measured_without_torch() -> None:
         "from capo_megatron.evaluation import abstention, metrics, paired, table, tables; print('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
+
+
+@pytest.mark.parametrize("step", ["Infinity", "NaN", "9" * 23, "[" * 100_000])
+def test_a_foreign_row_with_an_impossible_number_is_one_line(
+    step: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "5.jsonl"
+    file.write_text(
+        '{"input": "q", "output": "a", "score": 1.0, "step": 1}\n'
+        f'{{"input": "q", "output": "a", "score": 1.0, "step": {step}}}\n'
+    )
+    assert main(["metrics", str(file)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("change", [{"threshold": math.nan}, {"lowest_score": "x"}, {"knots": [[0.2, 1], [0.1, 0]]}])
+def test_a_rule_that_was_changed_by_hand_is_checked(change: dict[str, Any], tmp_path: Path) -> None:
+    rule = tmp_path / "rule.json"
+    write_rule(rule, fit(table_of([*MIXED, *EASY, *HARD]), 0.5))
+    rule.write_text(json.dumps(json.loads(rule.read_text()) | change))
+    with pytest.raises(DataError, match="not a rule of capo-megatron calibrate"):
+        read_rule(rule)
+
+
+def test_a_reader_that_has_seen_enough_gets_no_traceback(tmp_path: Path) -> None:
+    write_records(tmp_path / "r.jsonl", MIXED)
+    command = f"{sys.executable} -m capo_megatron metrics {tmp_path / 'r.jsonl'}"
+    done = subprocess.run(["sh", "-c", f"{command} | true"], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("", "")

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -292,6 +293,26 @@ def test_a_sender_learns_at_once_that_the_other_side_has_ended() -> None:
     with pytest.raises(RolloutError, match="weights: a broadcast"):
         transfer.send(sender, weights_of(tiny_model()), 4096, over=lambda: True)
     assert time.monotonic() - began < 5
+
+
+def test_a_sender_whose_last_bucket_has_come_is_not_told_that_the_other_side_has_given_up() -> None:
+    """The other side may be done, and say so, before the sender looks again."""
+    arrived = threading.Event()
+
+    class Work:
+        is_completed = staticmethod(arrived.is_set)
+
+        def wait(self) -> None:
+            assert arrived.is_set()
+
+    group = transfer.Group.__new__(transfer.Group)
+    group._patience_s, group._group = 5.0, SimpleNamespace(broadcast=lambda *_: Work())  # type: ignore[assignment]
+
+    def over() -> bool:
+        arrived.set()
+        return True
+
+    group.broadcast(torch.zeros(1), over)
 
 
 def test_a_dtype_that_no_engine_takes_is_refused_and_the_server_does_not_wait() -> None:
