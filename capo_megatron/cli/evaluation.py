@@ -108,7 +108,8 @@ def _calibrate(options: argparse.Namespace) -> int:
     rule = fit(read_table(options.files, confidence.count), options.precision, options.method, confidence)
     write_rule(options.output, rule)
     say(
-        f"{options.output}: answers {rule.coverage:.3f} of {rule.responses} responses with a confidence, from {rule.confidence} "
+        f"{options.output}: answers {rule.coverage:.3f} of {rule.responses} responses with a confidence, from "
+        f"{rule.confidence} "
         f"{rule.threshold:.4g} on, with precision {rule.precision:.3f} ({rule.precision_low:.3f} to "
         f"{rule.precision_high:.3f})"
     )
